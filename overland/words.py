@@ -69,11 +69,6 @@ def number_of(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def bad_ones(count: int) -> str:
-    """Describes the number of skipped documents."""
-    return number_of(count, "bad one")
-
-
 def counted_words(counts: Mapping[str, int]) -> list[str]:
     """Returns phrases such as `3 too long`, one for each count."""
     return [f"{count:,} {what}" for what, count in sorted(counts.items())]

@@ -14,7 +14,7 @@ from overland.cli.common import user_errors
 from overland.cli.data_build import build, import_sources, source_at
 from overland.cli.data_preview import preview
 from overland.progress import progress_bar
-from overland.words import bad_ones
+from overland.words import number_of
 
 if TYPE_CHECKING:
     from overland.data.sources.source import Document
@@ -63,6 +63,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Read a corpus once and summarise what it holds."""
+    from overland.data.sources.source import BadDocument
     from overland.data.sources.summary import TokenCount, document_hash, summarise
 
     found: list[str] = []
@@ -80,7 +81,10 @@ def inspect(
         each = both(each, lambda document: count.add(str(document)))
     visible = not hashes or as_json or not sys.stdout.isatty()
     with progress_bar("chunks", visible=visible) as bar:
-        summary = summarise(source, samples, each, bar)
+        try:
+            summary = summarise(source, samples, each, bar)
+        except BadDocument as error:
+            raise BadDocument(f"{error}; --skip-bad skips it") from None
     if count is not None:
         summary.num_tokens = count.finish()
     if as_json:
@@ -118,7 +122,7 @@ def summary_lines(summary: SourceSummary) -> Iterator[str]:
     for note in filter(None, (summary.not_read, summary.together)):
         yield f"  {'':<12}{note}"
     yield f"  {'chunks':<12}{summary.num_chunks:,}"
-    bad = f" ({bad_ones(summary.num_bad)} skipped)" if summary.num_bad else ""
+    bad = f" ({number_of(summary.num_bad, 'bad one')} skipped)" if summary.num_bad else ""
     num_empty = summary.by_power.get(0, 0)
     empty = f", of which {num_empty:,} empty: skipped in training" if num_empty else ""
     yield f"  {'documents':<12}{summary.num_documents:,}{bad}{empty}"

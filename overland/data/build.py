@@ -23,7 +23,7 @@ from overland.data.tokenizer import Tokenizer
 from overland.data.workers import CannotStart, Workers
 from overland.errors import DataError
 from overland.files import replace_file, replaced
-from overland.words import bad_ones, counted_words
+from overland.words import counted_words
 
 FEW_SHARDS = 2  # the tokenizer's own threads finish these sooner than processes would start
 HEADS_AT_ONCE = 16  # read in parallel: a shared file system takes a millisecond for each one
@@ -135,7 +135,7 @@ def finish(layout: CorpusLayout) -> Totals | None:
     totals = Totals(documents, tokens, bad, _left_out(layout))
     if not totals.num_documents:
         skipped = counted_words(totals.counts)
-        skipped += [f"{bad_ones(totals.num_bad)} skipped"] if totals.num_bad else []
+        skipped += [f"{totals.num_bad:,} empty or bad"] if totals.num_bad else []
         raise DataError(", ".join([f"{layout.source} is empty: it holds no documents", *skipped]))
     about: dict[str, Any] = {
         "documents": totals.num_documents, "tokens": totals.num_tokens, "bad": totals.num_bad

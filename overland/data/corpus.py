@@ -25,7 +25,7 @@ from overland.data.sources.source import Kind, Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.workers import CannotStart, Workers
 from overland.errors import DataError
-from overland.words import bad_ones, counted_words
+from overland.words import counted_words
 
 __all__ = ["Corpus", "lay_out", "open_corpus"]
 
@@ -267,7 +267,7 @@ class Corpus:
                 self._counts[number] = shard.info.counts
                 skipped = counted_words(self.counts)
                 bad = sum(self._bad.values()) + shard.info.num_bad
-                skipped += [f"{bad_ones(bad)} skipped"] if bad else []
+                skipped += [f"{bad:,} empty or bad"] if bad else []
                 raise DataError(
                     ", ".join([f"{self.layout.source} is empty: it holds no documents", *skipped])
                 )

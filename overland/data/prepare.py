@@ -46,7 +46,6 @@ from overland.data.registry import (
     validation_table,
 )
 from overland.data.sampler import Sampler, one_kind
-from overland.data.shard_maker import EMPTY
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import (
     OF_TRAINING,
@@ -84,8 +83,7 @@ class Dataset:
     @property
     def num_skipped(self) -> int:
         """The number of empty and bad documents in the shards read so far."""
-        bad = sum(getattr(corpus, "num_bad", 0) for corpus in self.rows.corpora.values())
-        return bad + self.counts[EMPTY]
+        return sum(getattr(corpus, "num_bad", 0) for corpus in self.rows.corpora.values())
 
     @property
     def counts(self) -> Counter[str]:

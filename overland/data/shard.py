@@ -149,6 +149,7 @@ def write_shard(
     width = np.dtype(dtype).itemsize
     assert dtype == DTYPES[width]
     channels = dict(channels or {})
+    version = WITH_CHANNELS if channels or dtype == BYTES else FORMAT
     with replaced(path, beside=beside, shared=True) as file:
         file.write(bytes(HEAD.size))
         digest = hashlib.blake2b(digest_size=8)
@@ -157,7 +158,6 @@ def write_shard(
         tee.write(offsets.astype("<i8").tobytes())
         about: Any = chunks
         counted = dict(sorted(counts().items()))
-        version = WITH_CHANNELS if channels or counted or dtype == BYTES else FORMAT
         if version != FORMAT:
             about = {"chunks": chunks, "channels": channels}
             about |= {"counts": counted} if counted else {}

@@ -32,7 +32,7 @@ from overland.data.arrays import Unfit, with_channels
 from overland.data.corpus_folder import CorpusLayout
 from overland.data.shard import ShardInfo, write_shard
 from overland.data.sources.marks import FileMark, changed_files
-from overland.data.sources.source import FileSource, Source, list_chunks
+from overland.data.sources.source import BadDocument, FileSource, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from overland.files import replace_file
@@ -42,8 +42,6 @@ from overland.processes import host, is_running, this_process
 # over the library's threads, if it uses any.
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
-EMPTY = "empty"
-"""How texts without tokens are counted: they are left out."""
 Ids: TypeAlias = npt.NDArray[Any]
 Tick: TypeAlias = Callable[[int, int], None]
 """Called after every batch with its numbers of documents and tokens; raises to abort."""
@@ -66,7 +64,7 @@ class ShardMaker:
     def __init__(self, layout: CorpusLayout, source: Source, tokenizer: Tokenizer | None) -> None:
         self.layout, self.source, self.tokenizer = layout, source, tokenizer
         self.claims = Claims(layout.folder)
-        self._num_bad = self._num_empty = 0
+        self._num_bad = 0
         if hasattr(source, "skip_bad"):
             source.skip_bad = layout.skip_bad
 
@@ -103,10 +101,8 @@ class ShardMaker:
             claim.release()
 
     def counts(self) -> Counter[str]:
-        """Returns what was left out so far because it is empty, and what the source left out or
-        truncated as requested."""
-        empty = Counter({EMPTY: self._num_empty} if self._num_empty else {})
-        return empty + Counter(getattr(self.source, "counts", {}))
+        """Returns what the source left out or truncated so far, as requested."""
+        return Counter(getattr(self.source, "counts", {}))
 
     def try_out(self, num_documents: int, num_characters: int) -> tuple[int, int, bool]:
         """Prepares the first documents of the source as for a shard, but writes nothing. Returns
@@ -140,9 +136,12 @@ class ShardMaker:
         announced = getattr(self.source, "num_documents", lambda chunk: None)
         for chunk in chunks:
             bad_before, found = getattr(self.source, "num_bad", 0), 0
-            for number, document in enumerate(_documents_of(self.source, chunk)):
-                yield Record(chunk, number, document)
-                found += 1
+            try:
+                for number, document in enumerate(_documents_of(self.source, chunk)):
+                    yield Record(chunk, number, document)
+                    found += 1
+            except BadDocument as error:
+                raise DataError(f"{error}; {self._skipping} skips it") from None
             found += getattr(self.source, "num_bad", 0) - bad_before
             expected = announced(chunk)
             if expected is not None and found != expected:
@@ -162,7 +161,7 @@ class ShardMaker:
             if len(ids) > num_added:
                 documents.append(ids)
             else:
-                self._num_empty += 1  # nothing to train on, so nothing is lost
+                self._num_bad += 1  # skipped whatever the policy: nothing is lost
         return documents
 
     def _is_text(self, record: Record) -> bool:
@@ -210,12 +209,15 @@ class ShardMaker:
 
     def _bad(self, record: Record, what: str) -> None:
         if not self.layout.skip_bad:
-            is_build = self.layout.keep_path.exists()
-            option = "--skip-bad" if is_build else 'data.bad_documents = "skip"'
-            raise DataError(
-                f"{self._place(record.chunk)}: document {record.number:,} {what}; {option} skips it"
-            )
+            where = f"{self._place(record.chunk)}: document {record.number:,}"
+            raise DataError(f"{where} {what}; {self._skipping} skips it")
         self._num_bad += 1
+
+    @property
+    def _skipping(self) -> str:
+        """The option that skips bad documents, for whoever builds or trains."""
+        is_build = self.layout.keep_path.exists()
+        return "--skip-bad" if is_build else 'data.bad_documents = "skip"'
 
     def _num_bad_so_far(self) -> int:
         return self._num_bad + int(getattr(self.source, "num_bad", 0))

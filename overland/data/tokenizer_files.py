@@ -31,6 +31,8 @@ def find_file(path: Path) -> Path:
     for file in [path, *(path / place for place in PLACES)]:
         if file.is_file():
             return file
+    if not path.exists():
+        raise DataError(f"{path} does not exist")
     raise DataError(f"{path} has no tokenizer.json or tokenizer.model, there or in original/")
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from overland.data.shard_maker import EMPTY
 from overland.parallel.comm import set_timeout
 from overland.training.callbacks import Callback, Record
 from overland.words import any_of, counted_words, number_of
@@ -90,23 +89,23 @@ class Pace(Callback):
 
 
 class LeftOut(Callback):
-    """Reports how many documents were skipped because they are empty, or skipped or truncated
-    because the config asks for it, whenever the number has grown."""
+    """Reports how many documents were skipped because they are empty or bad, or skipped or
+    truncated because the config asks for it, whenever a number has grown."""
 
     def __init__(self, run: Run) -> None:
-        self.said: Counter[str] = Counter()
+        self.skipped, self.counts = 0, Counter[str]()
 
     def on_log(self, run: Run, record: Record) -> None:
-        counts = run.dataset.counts
-        if counts != self.said:
-            self.said = counts
-            if set(counts) == {EMPTY}:
-                message = f"{number_of(counts[EMPTY], 'empty document')} skipped so far"
-            else:
-                words = any_of(counted_words(counts), "and")
-                keys = "sft.too_long, sft.skip_unlearned"
-                message = f"of the conversations read so far, {words} ({keys})"
-            run.call("on_message", message)
+        skipped, counts = run.dataset.num_skipped, run.dataset.counts
+        if skipped != self.skipped:
+            self.skipped = skipped
+            documents = number_of(skipped, "empty or unreadable document")
+            run.call("on_message", f"{documents} skipped so far")
+        if counts != self.counts:
+            self.counts = counts
+            words = any_of(counted_words(counts), "and")
+            run.call("on_message", f"of the conversations read so far, {words} (sft.too_long, "
+                     "sft.skip_unlearned)")  # fmt: skip
 
 
 class Profiler(Callback):

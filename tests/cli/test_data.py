@@ -55,6 +55,7 @@ def test_inspect_names_what_is_wrong_and_can_skip_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\noops\n{"text": "b"}\n')
     done = overland("data", "inspect", "a.jsonl", cwd=tmp_path, code=2)
     assert done.stderr.startswith("a.jsonl:2: not a JSON object")
+    assert done.stderr.endswith("; --skip-bad skips it\n")
     page = overland("data", "inspect", "a.jsonl", "--skip-bad", cwd=tmp_path).stdout
     assert "documents   2 (1 bad one skipped)" in page
     (tmp_path / "empty.jsonl").write_text("\n")

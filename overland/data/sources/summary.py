@@ -12,7 +12,7 @@ import numpy as np
 from overland.data.shard import TOKENS
 from overland.data.sources.source import Document, FileSource, Source
 from overland.errors import DataError
-from overland.words import bad_ones
+from overland.words import number_of
 
 
 @dataclass
@@ -134,7 +134,7 @@ def summarise(
     summary.together = getattr(source, "together", "")
     if not summary.num_documents:
         place = getattr(source, "place", summary.format)
-        bad = f", {bad_ones(summary.num_bad)} skipped" if summary.num_bad else ""
+        bad = f", {number_of(summary.num_bad, 'bad one')} skipped" if summary.num_bad else ""
         raise DataError(f"{place} is empty: it holds no documents{bad}")
     return summary
 
