@@ -157,11 +157,15 @@ def facts(job: BatchJob) -> dict[str, object]:
 
 
 def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
+    from overland.tools.jobs.submit import with_comments
+
     logs = shlex.quote(str(job.place.logs))
     if job.site.facts.scheduler == "none":
-        return [f"tail -f {logs}/job.log    # its log"]
-    return [
-        f"squeue --me --name={job.name}    # its state",
-        f"tail -f {logs}/job-{ids[0]}.log    # its log, with the table at the end",
-        f"scancel --me --name={job.name}    # cancel it; submit again to resume",
-    ]
+        return with_comments({f"tail -f {logs}/job.log": "its log"})
+    return with_comments(
+        {
+            f"squeue --me --name={job.name}": "its state",
+            f"tail -f {logs}/job-{ids[0]}.log": "its log, with the table at the end",
+            f"scancel --me --name={job.name}": "cancel it; submit again to resume",
+        }
+    )

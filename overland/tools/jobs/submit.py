@@ -162,5 +162,10 @@ def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
             f"touch {run}/STOP": "save and stop; the next job in the chain resumes",
             f"scancel --me --name={job.name}": "cancel the whole chain",
         }
+    return with_comments(lines)
+
+
+def with_comments(lines: Mapping[str, str]) -> list[str]:
+    """Returns commands with what they do next to them, as comments in one column."""
     width = max(map(len, lines))
     return [f"{line:{width}}  # {what}" for line, what in lines.items()]
