@@ -53,16 +53,18 @@ def run_story(name: str) -> list[str]:
 
 def run_commands() -> list[str]:
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
         make_example(Path(folder), steps=80)
-        shell = Shell(Path(folder), NGPU="1")
+        in_example, in_empty = Shell(Path(folder), NGPU="1"), Shell(Path(empty), NGPU="1")
+        shells = {"run": in_example, "prove": in_example, "prove in an empty folder": in_empty}
         for command, how in listed_commands().items():
-            if how in ("run", "prove"):
+            if shell := shells.get(how):
                 started = time.monotonic()
                 code, said = shell.run(command)
                 assert code == 0, f"exit {code} of {command}\n{said}"
                 rows.append(row("", command, "exit 0", time.monotonic() - started))
-        shell.close()
+        in_example.close()
+        in_empty.close()
     return rows
 
 

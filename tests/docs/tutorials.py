@@ -188,7 +188,7 @@ CLUSTER = Story(
         **_SITE,
         "submit quickstart": _SUBMIT,
         "squeue --me\n": _UNTIL.format("metrics.jsonl") + "squeue --me\n",
-        "touch runs/quickstart/STOP": "scancel --state=PENDING --me\n"
+        "touch runs/quickstart/STOP\n": "scancel --state=PENDING --me\n"
         "touch runs/quickstart/STOP\n" + _NO_JOBS,
         _END: _NO_JOBS + _UNTIL.format("done") + _END,
     },
