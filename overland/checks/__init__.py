@@ -15,7 +15,7 @@ from overland.checks.vocabulary import with_new_tokens
 from overland.config.errors import ConfigError, Problem, ProblemKind
 from overland.config.load import Loaded, in_order, load_config
 
-__all__ = ["check_config", "load_checked", "require"]
+__all__ = ["check_config", "check_sizes", "load_checked", "require"]
 
 Check = Callable[[Loaded], Iterator[Problem]]
 SizedCheck = Callable[[Loaded, int | None], Iterator[Problem]]
@@ -99,10 +99,16 @@ def check_config(loaded: Loaded, world_size: int | None) -> list[Problem]:
     for check, keys in CHECKS:
         if not _reads_dropped(loaded, keys):
             problems += check(loaded)
+    return in_order(problems + check_sizes(loaded, world_size))
+
+
+def check_sizes(loaded: Loaded, world_size: int | None) -> list[Problem]:
+    """Returns the problems of degrees and batch sizes with that number of processes."""
+    problems: list[Problem] = []
     for sized, keys in SIZED_CHECKS:
         if not _reads_dropped(loaded, keys):
             problems += sized(loaded, world_size)
-    return in_order(problems)
+    return problems
 
 
 def require(

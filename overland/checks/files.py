@@ -229,7 +229,7 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
         f"not on this machine{torchtitan}; {fetch_line(name, f'{data.folder}/{name}')}, or set "
         f"data.datasets.{name} or {path_key} to a folder"
     )
-    yield Problem(message, where, key, name, kind="missing")
+    yield Problem(message, where, key, name, kind="missing", can_be_fetched=True)
 
 
 def _fetch_model() -> str:
@@ -244,8 +244,9 @@ def fetch_line(name: str, path: str) -> str:
 
 def _missing(loaded: Loaded, key: str, path: str, way_out: str = "") -> Problem:
     near = _near_path(Path(path).expanduser())
-    message = "no such file or folder" + (f"; {way_out}" if way_out and not near else "")
-    return Problem(message, loaded.where(key), key, path, near, kind="missing")
+    can_be_fetched = bool(way_out) and near is None
+    message = "no such file or folder" + (f"; {way_out}" if can_be_fetched else "")
+    return Problem(message, loaded.where(key), key, path, near, "missing", can_be_fetched)
 
 
 def _near_path(path: Path) -> str | None:

@@ -6,21 +6,39 @@ import json
 import os
 import sys
 from math import prod
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from overland.cli.common import Settings, split_settings, user_errors
+from overland.words import any_of, number_of
+
+if TYPE_CHECKING:
+    from overland.config.load import Loaded
+    from overland.config.schema import JobConfig
 
 # Building the mesh and sharding take about 2 ms of CPU time per device: 30 s for this many.
 LARGEST_FAKE_WORLD = 16_384
+
+MEMORY = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "kept_for_backward": "activations kept for the backward pass",
+}
 
 
 @user_errors
 def check(
     settings: Settings = None,
     world_size: Annotated[
-        int | None, typer.Option(help="Number of devices to check for.", min=1)
+        int | None,
+        typer.Option(
+            help="Number of devices to check for; by default NGPU, or else as many as `overland "
+            "train` would use on this machine.",
+            min=1,
+            show_default=False,
+        ),
     ] = None,
     step: Annotated[
         bool, typer.Option(help="Also take one step on fake tensors, which use no memory.")
@@ -41,10 +59,10 @@ def report(
     step: bool = True,
     as_json: bool = False,
 ) -> int:
-    """Prints a description of the run and returns the exit code. Files that are still to be fetched
-    are not errors, nor is a backend that this machine lacks: the run may be meant for another."""
+    """Prints a description of the run and returns the exit code: 0 also if files are still to be
+    fetched, or if this machine lacks a backend, since the run may be meant for another; 2 if a path
+    does not exist and no command is known to bring it."""
     from overland.checks import load_checked
-    from overland.config.derived import smallest_world
     from overland.config.errors import ConfigError
     from overland.config.load import in_order
     from overland.training.rehearsal import require_start
@@ -52,18 +70,24 @@ def report(
     loaded, problems = load_checked(
         source, arguments, world_size=world_size, waive={"missing", "machine"}
     )
+    missing = [problem for problem in problems if problem.kind == "missing"]
     try:
         problems += require_start(loaded)
     except ConfigError as error:
-        to_fetch = [problem for problem in problems if problem.kind == "missing"]
-        raise ConfigError(in_order([*to_fetch, *error.problems])) from None
-    world_size = world_size or smallest_world(loaded.config.parallelism)
-    has_model = not any(
-        problem.kind == "missing" and problem.key in ("model.config", "model.from")
-        for problem in problems
-    )
-    facts = describe_run(loaded.config, world_size) if has_model else {}
+        raise ConfigError(in_order([*missing, *error.problems])) from None
     notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
+    if world_size is None:
+        world_size, devices, more = devices_here(loaded)
+        notes += more
+    else:
+        devices = f"{world_size:,}"
+    has_model = not any(problem.key in ("model.config", "model.from") for problem in missing)
+    facts: dict[str, Any] = {}
+    lines: dict[str, str] = {}
+    if has_model and as_json:
+        facts = describe_run(loaded.config, world_size)
+    elif has_model:
+        lines = run_lines(loaded.config, world_size, devices)
     if step and has_model:
         notes += order_notes(loaded.config, world_size)
     if step and has_model and world_size > LARGEST_FAKE_WORLD:
@@ -71,28 +95,107 @@ def report(
             f"skipped the fake step, which supports {LARGEST_FAKE_WORLD:,} devices at most"
         )
     elif step and has_model:
-        facts |= fake_step_facts(loaded.config, world_size)
-    missing = [str(problem) for problem in problems if problem.kind == "missing"]
+        step_facts, step_lines = fake_step_facts(loaded.config, world_size)
+        facts |= step_facts
+        lines |= step_lines
+    code = 0 if all(problem.can_be_fetched for problem in missing) else 2
     if as_json:
-        print(json.dumps({**facts, "notes": notes, "to_fetch": missing}, indent=2))
-        return 0
+        print(json.dumps({**facts, "notes": notes, "to_fetch": [*map(str, missing)]}, indent=2))
+        return code
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    width = max(map(len, facts), default=0)
-    for name, value in facts.items():
-        shown = value if isinstance(value, str) else f"{value:,}"
-        print(f"{name.replace('_', ' '):<{width}} {shown}")
+    if lines:
+        from overland.run_folder import RunFolder
+        from overland.training.opening import run_in_words, table
+
+        place = {"run": run_in_words(loaded.config, RunFolder.of(loaded.config))}
+        print(table(lines | place), end="\n\n")
     if missing:
-        print("\nStill to fetch before training:")
-        print(*(f"  {line}" for line in missing), sep="\n")
-    if has_model:
-        print("\nThe config is valid.")
-    else:
-        print("\nThe rest of the config is valid; the model itself was not checked.")
-    return 0
+        print("Missing, and needed for training:")
+        print(*(f"  {problem}" for problem in missing), sep="\n", end="\n\n")
+    print(verdict(bool(missing), has_model))
+    return code
 
 
-def order_notes(config: Any, world_size: int) -> list[str]:
+def verdict(is_missing: bool, has_model: bool) -> str:
+    if not is_missing:
+        return "The config is valid."
+    unchecked = "" if has_model else ", but the model itself was not checked"
+    return f"The rest of the config is valid{unchecked}; `overland train` needs these first."
+
+
+def devices_here(loaded: Loaded) -> tuple[int, str, list[str]]:
+    """Returns the number of devices that `overland train` would use on this machine, in words too,
+    and notes. A config that does not fit them is meant for another machine, and described for the
+    fewest devices that its degrees fit on."""
+    from overland.checks import check_sizes
+    from overland.config.derived import smallest_world
+    from overland.world.devices import device_name, num_local_ranks
+
+    here = num_local_ranks()
+    problems = [problem for problem in check_sizes(loaded, here) if problem.kind != "note"]
+    if not problems:
+        how = "as `overland train` would use here; --world-size checks another number"
+        return here, f"{here:,} × {device_name()} ({how})", []
+    fewest = smallest_world(loaded.config.parallelism)
+    note = (
+        f"`overland train` would refuse this config on the {number_of(here, 'device')} of this "
+        f"machine ({problems[0]}); checked for {fewest:,} instead (--world-size)"
+    )
+    return fewest, f"{fewest:,}", [note]
+
+
+def run_lines(config: JobConfig, world_size: int, devices: str) -> dict[str, str]:
+    """Returns the lines that `overland train` would print first."""
+    from overland.config.derived import resolve_degrees
+    from overland.models.registry import model_config
+    from overland.training.opening import (
+        batch_in_words,
+        data_in_words,
+        layout_in_words,
+        model_in_words,
+        precision_in_words,
+        rows_per_step,
+    )
+    from overland.training.schedule import known_steps
+
+    degrees = resolve_degrees(config.parallelism, world_size)
+    architecture = model_config(config.model)
+    rows = rows_per_step(config, degrees)
+    batch = batch_in_words(config, degrees, architecture, known_steps(config, rows))
+    passes = rows // (config.training.local_batch_size * degrees.dp)
+    return {
+        "model": model_in_words(config, architecture),
+        "data": data_in_words(config),
+        "batch": batch + (f"; accumulated over {passes:,} passes" if passes > 1 else ""),
+        "devices": devices,
+        "layout": layout_in_words(degrees),
+        "precision": precision_in_words(config),
+        **compute_line(config, architecture),
+    }
+
+
+def compute_line(config: JobConfig, architecture: Any) -> dict[str, str]:
+    from overland.models.flops import causal_flops_per_token, measure_of
+
+    measure = measure_of(architecture, config.training.seq_len, config.lora)
+    if measure.flops is None:
+        return {}
+    words = f"{flop_in_words(measure.flops)} per {measure.unit[:-1]}"
+    if measure.unit == "tokens":
+        causal = causal_flops_per_token(architecture, config.training.seq_len, config.lora)
+        words += f"; {flop_in_words(causal)} without the attention that the causal mask hides"
+    return {"compute": words}
+
+
+def flop_in_words(flop: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if flop >= size:
+            return f"{flop / size:,.1f} {unit}FLOP"
+    return f"{flop:,.0f} FLOP"
+
+
+def order_notes(config: JobConfig, world_size: int) -> list[str]:
     """Refuses a custom model whose blocks do not run in the order that it declares."""
     from overland.config.derived import resolve_degrees
     from overland.models.registry import model_config
@@ -106,38 +209,45 @@ def order_notes(config: Any, world_size: int) -> list[str]:
     return [note] if note else []
 
 
-def fake_step_facts(config: Any, world_size: int) -> dict[str, Any]:
-    """Returns the memory and collectives of rank 0; with a pipeline, of whichever of its two ends
-    needs more memory."""
+def fake_step_facts(config: JobConfig, world_size: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the memory and collectives of rank 0, for scripts and as lines; with a pipeline, of
+    whichever of its two ends needs more memory."""
     import warnings
 
     from overland.checks.fake_step import NOT_FOR_FAKES, fake_steps
+    from overland.training.opening import binary_size
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about fake tensors
         try:
             steps = fake_steps(config, world_size)
         except NOT_FOR_FAKES as error:
-            return {
-                "fake_step": f"none: the model reads values, and fake tensors have none ({error})"
-            }
+            none = f"none: the model reads values, and fake tensors have none ({error})"
+            return {"fake_step": none}, {"fake step": none}
     worst = max(steps, key=lambda one: one.total_bytes)
-    gib = {
+    parts = {
         "parameters": worst.parameter_bytes,
         "gradients": worst.gradient_bytes,
         "optimizer": worst.optimizer_bytes,
         "kept_for_backward": worst.activation_bytes,
-        "in_all": worst.total_bytes,
     }
-    return {
+    gib = {**parts, "in_all": worst.total_bytes}
+    counts = {name: count for name, count in worst.collectives.items() if count}
+    facts = {
         "parameters_per_device": worst.parameters,
         **{f"gib_per_device_{name}": round(size / 2**30, 3) for name, size in gib.items()},
-        **{f"{name}s_per_pass": count for name, count in worst.collectives.items() if count},
+        **{f"{name}s_per_pass": count for name, count in counts.items()},
         "fake_step_seconds": round(sum(one.seconds for one in steps), 1),
     }
+    split = [f"{MEMORY[name]} {binary_size(size)}" for name, size in parts.items()]
+    lines = {"memory": f"{binary_size(worst.total_bytes)} per GPU: {any_of(split, 'and')}"}
+    if counts:
+        sent = [number_of(count, name) for name, count in counts.items()]
+        lines["communication"] = f"{any_of(sent, 'and')} per pass"
+    return facts, lines
 
 
-def describe_run(config: Any, world_size: int) -> dict[str, Any]:
+def describe_run(config: JobConfig, world_size: int) -> dict[str, Any]:
     from overland.config.derived import resolve_degrees
     from overland.models.flops import (
         causal_flops_per_token,

@@ -50,7 +50,7 @@ def train(
     if world is not None:
         export_world(world)
     if dry_run(os.environ):
-        raise typer.Exit(report(source, arguments, ngpu(os.environ)))
+        raise typer.Exit(report(source, arguments, world.size if world else ngpu(os.environ)))
     with under_watch(world or World()) as beat:
         train_here(source, arguments, world, beat)
 

@@ -32,6 +32,8 @@ class Problem:
     value: Any = NO_VALUE
     nearest: str | None = None
     kind: ProblemKind = "invalid"
+    can_be_fetched: bool = False
+    """Of something missing: whether a command that the message names brings it."""
 
     def __str__(self) -> str:
         subject = self.key

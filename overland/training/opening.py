@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,32 +33,68 @@ def opening(
     folder: RunFolder,
 ) -> str:
     """Returns a table with the model, the data, the hardware and layout, and the run folder."""
-    training = config.training
-    rows = training.global_batch_size
-    rows = training.local_batch_size * degrees.dp if rows == -1 else rows
-    measure = measure_of(architecture, training.seq_len, config.lora)
-    batch, total = f"{rows:,} samples", ""
-    if measure.unit == "tokens":
-        batch = f"{rows:,} × {training.seq_len:,} = {rows * training.seq_len:,} tokens"
-    length = number_of(training.steps, "step")
-    if training.epochs:
-        length = f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'}"
-    if not training.epochs:
-        total = f" ({rows * measure.per_row * training.steps:,} {measure.unit})"
     nodes = f", {world.num_nodes:,} nodes" if world.num_nodes > 1 else ""
-    layout = strategy_in_words(degrees).rstrip(".")
     lines = {
-        "model": f"{model_name(config)}, {parameters_in_words(config, architecture)}",
+        "model": model_in_words(config, architecture),
         "data": data_in_words(config),
-        "batch": f"{batch} per step; {length}{total}",
+        "batch": batch_in_words(config, degrees, architecture),
         "devices": f"{world.size:,} × {device_name()}{nodes}",
-        "layout": layout[0].lower() + layout[1:],
-        "precision": ", ".join(f"{what} {kind}" for what, kind in precision_of(training).items()),
+        "layout": layout_in_words(degrees),
+        "precision": precision_in_words(config),
         "memory": memory_in_words(config, architecture, degrees, device),
         "run": run_in_words(config, folder),
     }
-    width = max(map(len, lines))
+    return table(lines)
+
+
+def table(lines: Mapping[str, str]) -> str:
+    width = max(map(len, lines), default=0)
     return "\n".join(f"{name:{width}}  {words}" for name, words in lines.items())
+
+
+def model_in_words(config: JobConfig, architecture: Any) -> str:
+    return f"{model_name(config)}, {parameters_in_words(config, architecture)}"
+
+
+def batch_in_words(
+    config: JobConfig, degrees: Degrees, architecture: Any, steps: int | None = None
+) -> str:
+    """Returns the size of a step and the length of the run. `steps` is the number of steps that
+    the epochs come to, if it is known already."""
+    training = config.training
+    rows = rows_per_step(config, degrees)
+    measure = measure_of(architecture, training.seq_len, config.lora)
+    batch = f"{rows:,} samples"
+    if measure.unit == "tokens":
+        batch = f"{rows:,} × {training.seq_len:,} = {rows * training.seq_len:,} tokens"
+    length = []
+    if training.epochs:
+        length.append(f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'}")
+    else:
+        steps = training.steps
+    if steps is not None:
+        total = f"{rows * measure.per_row * steps:,} {measure.unit}"
+        length.append(f"{number_of(steps, 'step')} ({total})")
+    return f"{batch} per step; {' = '.join(length)}"
+
+
+def rows_per_step(config: JobConfig, degrees: Degrees) -> int:
+    training = config.training
+    if training.global_batch_size == -1:
+        return training.local_batch_size * degrees.dp
+    return training.global_batch_size
+
+
+def layout_in_words(degrees: Degrees) -> str:
+    layout = strategy_in_words(degrees).rstrip(".")
+    return layout[0].lower() + layout[1:]
+
+
+def precision_in_words(config: JobConfig) -> str:
+    kinds = precision_of(config.training)
+    if kinds["computation"] == "auto":  # `overland check`, of a run on any device
+        kinds["computation"] = "bfloat16 (float32 on a CPU)"
+    return ", ".join(f"{what} {kind}" for what, kind in kinds.items())
 
 
 def data_in_words(config: JobConfig) -> str:
@@ -81,8 +118,11 @@ def memory_in_words(
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
         return f"about {peak / GIB:.1f} of {there / GIB:.1f} GiB per device (estimate)"
-    shown = f"{peak / GIB:.2f} GiB" if peak > GIB / 10 else f"{peak / 2**20:.1f} MiB"
-    return f"about {shown} per rank for the tensors of a step (estimate)"
+    return f"about {binary_size(peak)} per rank for the tensors of a step (estimate)"
+
+
+def binary_size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes > GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def run_in_words(config: JobConfig, folder: RunFolder) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -393,7 +394,7 @@ def test_a_world_beyond_any_cluster_is_checked_without_a_step() -> None:
     done = CliRunner().invoke(app, ["check", "run.toml", "--world-size", "1000000"])
     assert done.exit_code == 0, done.output
     assert "skipped the fake step, which supports" in done.stderr
-    assert "devices                1,000,000" in done.stdout
+    assert "devices    1,000,000\n" in done.stdout
 
 
 def test_an_override_is_blamed_on_the_place_it_was_set_at() -> None:
@@ -424,6 +425,59 @@ def test_a_model_that_is_still_to_be_fetched_hides_nothing() -> None:
     assert done.exit_code == 2
     assert 'model.config = "nowhere": no such file or folder' in done.stderr
     assert "training.seq_len = 10000000: with tensor_parallel_degree = 3" in done.stderr
+
+
+def test_check_refuses_a_path_that_train_refuses_and_still_describes_the_run() -> None:
+    words = ["check", "run.toml", "--no-step", "training.dataset_path=nowhere/x.jsonl"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2, done.output
+    assert 'training.dataset_path = "nowhere/x.jsonl": no such file or folder\n' in done.stdout
+    assert done.stdout.startswith("model ")
+    end = "The rest of the config is valid; `overland train` needs these first.\n"
+    assert done.stdout.endswith(end)
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 2
+    assert len(json.loads(done.stdout)["to_fetch"]) == 1
+    done = CliRunner().invoke(app, ["check", "run.toml", "--no-step", "training.dataset=c4"])
+    assert done.exit_code == 0, done.output  # a command that the message names fetches it
+    assert done.stdout.endswith(end)
+
+
+def test_check_describes_what_train_would_do_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from overland.world import devices
+
+    monkeypatch.delenv("NGPU", raising=False)
+    monkeypatch.setattr(devices, "num_local_ranks", lambda: 3)
+    sizes = ["training.local_batch_size=2", "training.seq_len=32", "training.steps=10"]
+    done = CliRunner().invoke(app, ["check", "run.toml", *sizes])
+    assert done.exit_code == 0, done.output
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if "  " in line)
+    assert lines["batch"] == "6 × 32 = 192 tokens per step; 10 steps (1,920 tokens)"
+    assert lines["devices"].startswith("3 × ")
+    assert "as `overland train` would use here; --world-size checks" in lines["devices"]
+    assert re.match(r"[\d.]+ MiB per GPU: parameters [\d.]+ MiB, gradients", lines["memory"])
+    assert "all-gathers" in lines["communication"]
+    assert "MFLOP per token" in lines["compute"]
+    monkeypatch.setenv("NGPU", "4")
+    done = CliRunner().invoke(app, ["check", "run.toml", *sizes, "--no-step"])
+    assert "\ndevices    4\n" in done.stdout
+
+
+def test_check_describes_a_config_for_another_machine_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from overland.world import devices
+
+    monkeypatch.delenv("NGPU", raising=False)
+    monkeypatch.setattr(devices, "num_local_ranks", lambda: 3)
+    words = ["check", "run.toml", "--no-step", "parallelism.tensor_parallel_degree=2"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "`overland train` would refuse this config on the 3 devices of this" in done.stderr
+    assert "checked for 2 instead (--world-size)" in done.stderr
+    assert "\ndevices    2\n" in done.stdout
 
 
 def test_a_model_whose_weights_are_not_taken_is_still_looked_at() -> None:

@@ -260,6 +260,14 @@ def test_a_config_that_does_not_start_is_told_in_its_own_words() -> None:
     assert "run.toml:3: a; run.toml:4: b" in found.found
 
 
+def test_a_path_that_does_not_exist_is_a_finding_about_files() -> None:
+    said = json.dumps({"to_fetch": ["run.toml:3: training.dataset_path: no such file"]})
+    done = subprocess.CompletedProcess([], 2, stdout=said, stderr="")
+    start, files = judge_start("run.toml", done, [])
+    assert (start.status, files.status) == ("ok", "error")
+    assert files.found == "run.toml:3: training.dataset_path: no such file"
+
+
 def test_the_verb_looks_at_everything_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

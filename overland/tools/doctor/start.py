@@ -37,21 +37,24 @@ def judge_start(
 ) -> Iterator[Finding]:
     what = "start without network"
     shown = f"`{command('overland', 'check', config or DEFAULT)}`"
+    described = done.returncode == 0 or done.stdout.startswith("{")  # even if files are missing
     if tried:
         way = "find the cause: your own module, a callback, or a package that calls home"
         yield failure(what, f"{shown} tried to reach {', '.join(tried)}", way)
-    elif done.returncode:
+    elif not described:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         # Our own errors are useful sentences; of a traceback, only the last line is.
         told = "; ".join(lines) if done.returncode == 2 else lines[-1]
         yield failure(what, f"{shown} fails: {told}", f"{shown} says more")
     else:
         yield ok(what, f"{shown} passed without trying to connect")
-    if config is not None and done.returncode == 0:
+    if config is not None and described:
         missing = json.loads(done.stdout)["to_fetch"]
         if missing:
             yield failure(
-                "files of the config", "; ".join(missing), "get them with `overland fetch`"
+                "files of the config",
+                "; ".join(missing),
+                "get them with `overland fetch`, or correct their paths",
             )
         else:
             yield ok("files of the config", "all present")
