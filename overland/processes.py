@@ -1,4 +1,5 @@
-"""Processes: identifying this one, whether another still runs, and the limit of open files."""
+"""Processes: starting our own, identifying this one, whether another still runs, and the limit of
+open files."""
 
 from __future__ import annotations
 
@@ -6,9 +7,15 @@ import contextlib
 import os
 import resource
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+# The start of the commands that run Overland again. `-P` keeps the current folder off the path: a
+# user's file there, such as random.py, would be imported in place of Python's own module.
+# `job.custom_import` adds the folder itself.
+PYTHON = (sys.executable, "-P")
 
 
 def this_process() -> dict[str, Any]:

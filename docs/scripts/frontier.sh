@@ -103,7 +103,7 @@ launch=(
     srun --ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1 --gpu-bind=closest
     --mpi=none --no-kill --kill-on-bad-exit=1 --wait=0 --label
     bash -c "$rank" rank
-    /lustre/orion/abc123/scratch/me/envs/overland/bin/python -m overland
+    /lustre/orion/abc123/scratch/me/envs/overland/bin/python -P -m overland
 )
 
 # With --no-kill, Slurm keeps a job that has lost its first node, as an empty shell, until its time
@@ -134,5 +134,5 @@ done >>/lustre/orion/abc123/scratch/me/runs/llama/logs/"guards-$SLURM_JOB_ID.log
 
 # Tests the nodes, starts the ranks on 64 good ones of 66, monitors them, and restarts them if a
 # rank or a node is lost (see docs/clusters.md). `exec`, so that signals reach the supervisor.
-exec /lustre/orion/abc123/scratch/me/envs/overland/bin/python -m overland supervise /lustre/orion/abc123/scratch/me/runs/llama/submit/1.toml \
+exec /lustre/orion/abc123/scratch/me/envs/overland/bin/python -P -m overland supervise /lustre/orion/abc123/scratch/me/runs/llama/submit/1.toml \
     --nodes 64 --tasks-per-node 8 --steps 100 --requeue -- "${launch[@]}"

@@ -68,7 +68,7 @@ launch=(
     srun --ntasks-per-node=2 --cpus-per-task="$cpus"
     --mpi=none --no-kill --kill-on-bad-exit=1 --wait=0 --label
     bash -c "$rank" rank
-    /scratch/me/envs/overland/bin/python -m overland
+    /scratch/me/envs/overland/bin/python -P -m overland
 )
 
 # With --no-kill, Slurm keeps a job that has lost its first node, as an empty shell, until its time
@@ -99,5 +99,5 @@ done >>/scratch/me/runs/llama/logs/"guards-$SLURM_JOB_ID.log" 2>&1
 
 # Tests the nodes, starts the ranks on 4 good ones, monitors them, and restarts them if a
 # rank or a node is lost (see docs/clusters.md). `exec`, so that signals reach the supervisor.
-exec /scratch/me/envs/overland/bin/python -m overland supervise /scratch/me/runs/llama/submit/1.toml \
+exec /scratch/me/envs/overland/bin/python -P -m overland supervise /scratch/me/runs/llama/submit/1.toml \
     --nodes 4 --tasks-per-node 2 --steps 100 --requeue -- "${launch[@]}"

@@ -21,7 +21,7 @@ export NGPU=2
 
 for ((session = 1; session <= 1; session++)); do
     log "session $session of 1"
-    /home/me/envs/overland/bin/python -m overland train /home/me/runs/llama/submit/1.toml
+    /home/me/envs/overland/bin/python -P -m overland train /home/me/runs/llama/submit/1.toml
     code=$?
     finished && exit 0
     # Exit code 75 means "stopped and saved, to be resumed".

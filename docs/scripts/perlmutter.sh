@@ -81,7 +81,7 @@ launch=(
     srun --ntasks-per-node=4 --cpus-per-task=32 --gpus-per-node=4
     --mpi=none --no-kill --kill-on-bad-exit=1 --wait=0 --label
     bash -c "$rank" rank
-    /pscratch/sd/m/me/envs/overland/bin/python -m overland
+    /pscratch/sd/m/me/envs/overland/bin/python -P -m overland
 )
 
 # With --no-kill, Slurm keeps a job that has lost its first node, as an empty shell, until its time
@@ -112,5 +112,5 @@ done >>/pscratch/sd/m/me/runs/llama/logs/"guards-$SLURM_JOB_ID.log" 2>&1
 
 # Tests the nodes, starts the ranks on 4 good ones, monitors them, and restarts them if a
 # rank or a node is lost (see docs/clusters.md). `exec`, so that signals reach the supervisor.
-exec /pscratch/sd/m/me/envs/overland/bin/python -m overland supervise /pscratch/sd/m/me/runs/llama/submit/1.toml \
+exec /pscratch/sd/m/me/envs/overland/bin/python -P -m overland supervise /pscratch/sd/m/me/runs/llama/submit/1.toml \
     --nodes 4 --tasks-per-node 4 --steps 100 --requeue -- "${launch[@]}"

@@ -75,10 +75,10 @@ launch=(
     srun --ntasks-per-node=10 --cpus-per-task="$cpus" --gpus-per-node=10
     --mpi=none --no-kill --kill-on-bad-exit=1 --wait=0 --label
     bash -c "$rank" rank
-    /sdf/scratch/me/envs/overland/bin/python -m overland
+    /sdf/scratch/me/envs/overland/bin/python -P -m overland
 )
 
 # Tests the nodes, starts the ranks on 1 good ones, monitors them, and restarts them if a
 # rank or a node is lost (see docs/clusters.md). `exec`, so that signals reach the supervisor.
-exec /sdf/scratch/me/envs/overland/bin/python -m overland supervise /sdf/scratch/me/runs/llama/submit/1.toml \
+exec /sdf/scratch/me/envs/overland/bin/python -P -m overland supervise /sdf/scratch/me/runs/llama/submit/1.toml \
     --nodes 1 --tasks-per-node 10 --steps 100 --requeue -- "${launch[@]}"

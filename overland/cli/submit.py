@@ -310,7 +310,7 @@ def env(
 @user_errors
 def supervise(
     config: Annotated[Path, typer.Argument(help="Config as saved by `overland submit`.")],
-    launch: Annotated[list[str], typer.Argument(help="srun … python -m overland")],
+    launch: Annotated[list[str], typer.Argument(help="srun … python -P -m overland")],
     nodes: Annotated[int, typer.Option(help="Nodes to train on; the others are spares.", min=1)],
     tasks_per_node: Annotated[int, typer.Option(min=1)],
     steps: Annotated[

@@ -33,6 +33,7 @@ from overland.data.shard_maker import ShardMaker
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
+from overland.processes import PYTHON
 
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -168,7 +169,7 @@ class _Process:
             # Not started with multiprocessing, which would import the user's main module again, and
             # with it torch, at the cost of seconds and a gigabyte per process.
             self.popen = subprocess.Popen(
-                [sys.executable, "-c", START, str(theirs.fileno()), str(payload), path, str(share)],
+                [*PYTHON, "-c", START, str(theirs.fileno()), str(payload), path, str(share)],
                 pass_fds=[theirs.fileno(), payload],
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 
+from overland.processes import PYTHON
 from overland.world.signals import (
     ENDED_AT_ONCE,
     INTERRUPTED,
@@ -56,7 +57,7 @@ def launch_local(
     ranks: list[subprocess.Popen[bytes]] = []
     for rank in range(num_ranks):
         env = {**shared_env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "overland", *arguments]
+        command = [*PYTHON, "-m", "overland", *arguments]
         if rank in log_ranks:
             ranks.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_launcher()))
         else:

@@ -266,10 +266,10 @@ class _Forked:
         stdout: IO[bytes] | None = None,
         stderr: int | None = None,
     ) -> None:
-        assert list(command[:3]) == [sys.executable, "-m", "overland"]
+        assert list(command[:4]) == [sys.executable, "-P", "-m", "overland"]
         outputs = [stdout.fileno()] * 2 if stdout else []
         self.returncode: int | None = None
-        self.pid = _fork(command[3:], env, outputs, preexec_fn or (lambda: None))
+        self.pid = _fork(command[4:], env, outputs, preexec_fn or (lambda: None))
 
     def poll(self) -> int | None:
         return self._wait(os.WNOHANG)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.world.launch import _show_end_of, free_port
+from overland.world.launch import _show_end_of, free_port, launch_local
 from tests.cli.processes import environment
 
 LAUNCHER = """
@@ -46,6 +46,38 @@ def test_a_rank_ends_when_its_launcher_is_killed() -> None:
     while is_alive(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(rank)
+
+
+@pytest.fixture
+def folder_of_namesakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with files that are named like modules of Python's own."""
+    for name in ("random", "queue", "tempfile"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_users_file_named_like_a_module_of_python_is_not_imported_by_ranks(
+    folder_of_namesakes: Path,
+) -> None:
+    (folder_of_namesakes / "types.py").write_text("raise ImportError('a file of the user')")
+    assert launch_local(["train", "--help"], 2, [], folder_of_namesakes / "logs") == 0
+
+
+def test_nor_by_ranks_that_torchrun_started(folder_of_namesakes: Path) -> None:
+    rank = [sys.executable, "-m", "overland", "train", "--help"]
+    done = subprocess.run(rank, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_import_a_users_own_module_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_parts.py").write_text("open('imported', 'a').close()")
+    monkeypatch.chdir(tmp_path)
+    words = ["check", "quickstart", "job.custom_import=my_parts"]
+    assert launch_local(words, 1, [], tmp_path / "logs") == 0, (tmp_path / "logs").read_text()
+    assert (tmp_path / "imported").exists()
 
 
 def test_a_free_port_can_be_bound() -> None:

@@ -124,8 +124,8 @@ def test_a_packed_environment_is_copied_to_every_nodes_disk() -> None:
     text = render_job(make_job("frontier", place(RUN), nodes=2, packed_env="/scratch/env.tar.gz"))
     assert_good_bash(text)
     assert 'sbcast --force /scratch/env.tar.gz "$packed" || packed=' in text
-    assert '    "$node_env/bin/python" -m overland\n' in text
-    assert 'exec "$node_env/bin/python" -m overland supervise' in text
+    assert '    "$node_env/bin/python" -P -m overland\n' in text
+    assert 'exec "$node_env/bin/python" -P -m overland supervise' in text
     with pytest.raises(ClusterError, match="generic-amd names no node-local disk"):
         make_job("generic-amd", place(RUN), packed_env="/scratch/env.tar.gz")
 
@@ -190,14 +190,14 @@ def test_a_container_stands_between_srun_and_python() -> None:
     wanted = {"container": "/images/overland.sif"}
     commands = {
         "frontier": "apptainer exec --rocm --bind /lustre/orion --bind /mnt/bb --bind /opt/cray "
-        "--bind /scratch/me/runs/llama /images/overland.sif python -m overland\n",
+        "--bind /scratch/me/runs/llama /images/overland.sif python -P -m overland\n",
         "s3df": "apptainer exec --nv --bind /scratch/me/runs/llama /images/overland.sif python",
         "perlmutter": "shifter '--module=gpu,nccl-plugin' --image=/images/overland.sif python",
     }
     for site, command in commands.items():
         text = render_job(make_job(site, place(RUN), **wanted))
         assert command in text
-        assert "exec /env/bin/python -m overland supervise" in text, "srun is outside of it"
+        assert "exec /env/bin/python -P -m overland supervise" in text, "srun is outside of it"
 
 
 def test_a_users_own_flags_have_the_last_word() -> None:
@@ -569,7 +569,7 @@ def test_the_shell_around_a_rank_outlives_the_signal_that_stops_it() -> None:
 # In place of the supervisor, which needs a Slurm: what is tested is the shell around it.
 PYTHON = """#!/bin/bash
 [ "$HF_HUB_OFFLINE$SLURM_EXPORT_ENV" = 1ALL ] && [ -z "$MASTER_ADDR" ] || exit 99
-echo "ran $1 $2 $3 $4 until $SLURM_JOB_END_TIME"
+echo "ran $1 $2 $3 $4 $5 until $SLURM_JOB_END_TIME"
 exit 3
 """
 
@@ -584,7 +584,7 @@ def test_the_supervisors_exit_code_is_the_jobs(tmp_path: Path) -> None:
         SLURM_RESTART_COUNT="2",
     )
     assert done.returncode == 3, done.stderr
-    assert f"ran -m overland supervise {tmp_path}/submit/1.toml until 4102444800" in done.stdout
+    assert f"ran -P -m overland supervise {tmp_path}/submit/1.toml until 4102444800" in done.stdout
     assert "job 7, restart 2, on n[1-2]" in done.stdout
 
 

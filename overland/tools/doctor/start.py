@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from overland.processes import PYTHON
 from overland.tools.doctor.finding import Finding, failure, ok
 from overland.words import command
 
@@ -20,7 +20,7 @@ def check_offline_start(config: str | None, env: Mapping[str, str]) -> Iterator[
     words = ["check", config or DEFAULT, "--json"]
     with tempfile.TemporaryDirectory() as place:
         record = Path(place) / "tried"
-        program = [sys.executable, "-m", "overland.tools.doctor.no_network", str(record), *words]
+        program = [*PYTHON, "-m", "overland.tools.doctor.no_network", str(record), *words]
         try:
             done = subprocess.run(
                 program, env=dict(env), capture_output=True, text=True, timeout=SECONDS

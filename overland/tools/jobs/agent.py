@@ -12,14 +12,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from overland.errors import Kind
-from overland.processes import state_of
+from overland.processes import PYTHON, state_of
 from overland.tools.wire import Wire
 from overland.world import World
 from overland.world.heartbeat import (
@@ -88,7 +87,7 @@ def start_agent(env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     names = " ".join(signal.Signals(number).name.removeprefix("SIG") for number in SIGNALS)
     ignore = f'trap "" {names}; exec "$@"'
     return subprocess.Popen(
-        ["/bin/sh", "-c", ignore, "agent", sys.executable, "-m", "overland.tools.jobs.agent"],
+        ["/bin/sh", "-c", ignore, "agent", *PYTHON, "-m", "overland.tools.jobs.agent"],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # srun would wait for whoever still holds a rank's output

@@ -38,7 +38,7 @@ def render_job(job: BatchJob) -> str:
         most_restarts=MOST_RESTARTS,
         num_guards=min(GUARDS, job.wanted.nodes + job.wanted.spares - 1),
         command=rank_command(job),
-        supervisor=f"{python(job)} -m overland",
+        supervisor=f"{python(job)} -P -m overland",
     )
 
 
@@ -53,7 +53,7 @@ def render_evaluation(job: BatchJob, words: Sequence[str]) -> str:
         headers=headers(job),
         more_headers=sbatch_words(job.wanted.sbatch),
         srun=srun_flags(job),
-        command=f"{_inside(job)} -m overland",
+        command=f"{_inside(job)} -P -m overland",
         words=words,
     )
 
@@ -143,8 +143,8 @@ def srun_flags(job: BatchJob) -> list[str]:
 def rank_command(job: BatchJob) -> str:
     """Returns the command that each rank runs; the subcommand follows it."""
     if job.site.facts.scheduler == "none":
-        return f"{_inside(job)} -m overland train {shlex.quote(str(job.place.config))}"
-    return f"{_inside(job)} -m overland"
+        return f"{_inside(job)} -P -m overland train {shlex.quote(str(job.place.config))}"
+    return f"{_inside(job)} -P -m overland"
 
 
 def _inside(job: BatchJob) -> str:

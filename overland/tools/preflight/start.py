@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from overland.errors import ClusterError
+from overland.processes import PYTHON
 from overland.slurm import expand_counts, expand_hosts, signal_step
 from overland.world.launch import free_port
 
@@ -126,14 +126,14 @@ def here(num_tasks: int, env: Mapping[str, str]) -> Started:
     }
     for rank in range(num_tasks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        started.start([sys.executable, "-m", "overland", *TASK], {**shared, **place})
+        started.start([*PYTHON, "-m", "overland", *TASK], {**shared, **place})
     return started
 
 
 def first_task(env: Mapping[str, str]) -> Started:
     """Starts the task for this process, which is busy conducting; the others are starting."""
     started = Started(is_all=False)
-    started.start([sys.executable, "-m", "overland", *TASK], env)
+    started.start([*PYTHON, "-m", "overland", *TASK], env)
     return started
 
 
@@ -171,7 +171,7 @@ def srun_words(nodes: Sequence[str], tasks: int, env: Mapping[str, str]) -> list
         *([f"--cpus-per-task={cores}"] if cores else []),
         "--mpi=none",
         "--overlap",
-        sys.executable,
+        *PYTHON,
         "-m",
         "overland",
     ]

@@ -35,6 +35,7 @@ from overland.data.mixture import Mixture
 from overland.data.prepare import Dataset, training_data
 from overland.data.rows import with_borders
 from overland.data.sampler import Sampler
+from overland.processes import PYTHON
 
 WORLD_SIZES = (1, 4, 3, 2, 8, 1, 3, 4, 2, 1)
 BATCH_SIZE = 24  # a multiple of every world size
@@ -197,7 +198,7 @@ def run_session(
     spec = json.dumps({"config": config, "world_size": world_size, "start": start})
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import rank; rank()", spec, str(i), str(log)],
+            [*PYTHON, "-c", f"from {__name__} import rank; rank()", spec, str(i), str(log)],
             start_new_session=True,  # background processes are killed with their rank
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
