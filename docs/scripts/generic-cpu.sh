@@ -57,9 +57,10 @@ export SLURM_JOB_END_TIME
 
 # Wrapper around each rank. Exit code 75 means "stopped and saved, to be resumed": not a failure, so
 # srun must not kill the ranks that are still exiting. Slurm signals every process of a rank,
-# including this shell, which waits for the rank. srun does not report ranks that exit with 0.
+# including this shell, which waits for the rank; a rank that is only starting inherits that USR1
+# and USR2 are ignored, until it handles them. srun does not report ranks that exit with 0.
 # shellcheck disable=SC2016
-rank='trap : USR1 USR2 TERM; "$@"; code=$?; [ "$code" -ne 0 ] || echo "overland ended: $SLURMD_NODENAME"; exit $((code == 75 ? 0 : code))'
+rank='trap "" USR1 USR2; trap : TERM; "$@"; code=$?; [ "$code" -ne 0 ] || echo "overland ended: $SLURMD_NODENAME"; exit $((code == 75 ? 0 : code))'
 
 # How ranks are launched; the supervisor adds the nodes. --kill-on-bad-exit: a rank that fails would
 # leave the others waiting for it. --wait=0: the first rank may still be writing weights long after

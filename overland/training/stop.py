@@ -34,6 +34,7 @@ from overland.world.signals import (
     SIGNALS,
     leave,
     leave_terminal,
+    restore_handlers,
 )
 
 RETRY_FOR_SECONDS = 600.0  # at most; less if the job ends before
@@ -130,8 +131,7 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        restore_handlers(self._previous)
 
     def ask(self) -> None:
         wish = self.clock.wish() if self.clock is not None else Wish.NOTHING

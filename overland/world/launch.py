@@ -28,6 +28,7 @@ from overland.world.signals import (
     SIGNALS,
     STOPPED,
     leave_terminal,
+    restore_handlers,
     restore_terminal,
 )
 
@@ -154,8 +155,7 @@ class _interrupts_go_to:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+        restore_handlers(self.previous)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

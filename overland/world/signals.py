@@ -1,8 +1,9 @@
 """Signals that ask a run to stop, from the start of a process to its end.
 
 Before the loop there is nothing to save, and after it everything is saved: a signal then ends the
-process at once. In between, the loop handles them (training/stop.py). Nothing heavy is imported
-here, so that the handlers are set before the imports that take seconds.
+process at once. In between, the loop handles them (training/stop.py). Schedulers send SIGUSR1 and
+SIGUSR2 to warn of a job's end; after the loop they are ignored, since the run is about to end.
+Nothing heavy is imported here, so that the handlers are set before the imports that take seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 from overland.errors import Kind
@@ -28,6 +30,8 @@ LAUNCHED = "OVERLAND_LAUNCHED"
 IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 HANGUP = () if IS_IGNORED else (signal.SIGHUP,)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, *HANGUP)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+Handler = Callable[[int, FrameType | None], object] | int | None
 # Found now: they may be redirected later.
 TERMINALS = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 # A terminal sends Ctrl-C to every process of a run, and the launcher passes its own on: signals
@@ -40,16 +44,25 @@ SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"  # on an empty line
 
 def end_at_signal(words: str) -> None:
     """Makes a signal end this process from now on, as stopped, with this message on rank 0."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        leave(STOPPED, _words)
-
     for number in SIGNALS:
-        signal.signal(number, end)
+        signal.signal(number, _end)
     say_at_signal(words)
 
 
 _words = ""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    leave(STOPPED, _words)
+
+
+def restore_handlers(before: Mapping[signal.Signals, Handler]) -> None:
+    """Restores the handlers from before the training loop. In our own command, warnings are ignored
+    instead, until the process is gone: they would cut short the export of the weights, and kill a
+    Python that is exiting, which has no handlers any more but still ignores what was ignored."""
+    for number, handler in before.items():
+        is_ours = handler is _end and number in WARNINGS
+        signal.signal(number, signal.SIG_IGN if is_ours else handler)
 
 
 def say_at_signal(words: str) -> None:

@@ -52,6 +52,23 @@ class Endless(Callback):
         time.sleep(600)
 """
 
+LATE = """\
+import os, signal
+from overland.training import loop
+
+def export_hf(run, export=loop.export_hf):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    export(run)
+
+loop.export_hf = export_hf
+
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGUSR1):
+        kill(process, number)  # when Python has given back its handlers
+
+late = Late()
+"""
+
 
 def steps(count: int) -> list[str]:
     return [f"training.steps={count}", "lr_scheduler.total_steps=2000"]
@@ -161,6 +178,18 @@ def test_a_signal_during_the_start_is_a_stop(tmp_path: Path) -> None:
             time.sleep(seconds)
             code, output = interrupt(process, number)
             assert code == STOPPED, output
+
+
+def test_a_warning_after_the_last_step_neither_ends_the_export_nor_kills(tmp_path: Path) -> None:
+    """Slurm's warning of the time limit may come when the run is finished anyway."""
+    (tmp_path / "late.py").write_text(LATE)
+    more = [*steps(2), "job.custom_import=late", "checkpoint.last_save_in_hf=true"]
+    done = subprocess.run(
+        [sys.executable, "-m", "overland", *WORDS, *more],
+        cwd=tmp_path, env=environment(NGPU="1"), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / RUN).glob("**/model.safetensors"))
 
 
 def catches(pid: int, number: signal.Signals) -> bool:

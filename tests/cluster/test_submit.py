@@ -566,6 +566,15 @@ def test_the_shell_around_a_rank_outlives_the_signal_that_stops_it() -> None:
     assert process.returncode == 0
 
 
+def test_a_rank_that_is_starting_outlives_a_warning() -> None:
+    (around,) = RANK.findall(render_job(make_job("generic-nvidia", place(RUN))))
+    rank = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive')"
+    done = subprocess.run(
+        ["bash", "-c", around, "rank", sys.executable, "-c", rank], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "alive")
+
+
 # In place of the supervisor, which needs a Slurm: what is tested is the shell around it.
 PYTHON = """#!/bin/bash
 [ "$HF_HUB_OFFLINE$SLURM_EXPORT_ENV" = 1ALL ] && [ -z "$MASTER_ADDR" ] || exit 99

@@ -21,3 +21,15 @@ def test_the_signal_before_the_time_limit_says_so(monkeypatch: pytest.MonkeyPatc
     assert stop.reason(Wish.SIGNAL) == "received a signal (SIGINT)"
     stop.signal = None
     assert "time limit is near (checkpoint.walltime_margin_" in stop.reason(Wish.WALLTIME)
+
+
+def test_a_program_has_its_own_handlers_again_after_training() -> None:
+    def own(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        with StopRequest.__new__(StopRequest):
+            assert signal.getsignal(signal.SIGUSR1) is not own
+        assert signal.getsignal(signal.SIGUSR1) is own
+    finally:
+        signal.signal(signal.SIGUSR1, before)
