@@ -14,8 +14,8 @@ PERPLEXITY = {
     "loss": "loss",
     "perplexity": "perplexity",
     "bits/byte": "bits_per_byte",
-    "per byte": "byte_perplexity",
-    "per word": "word_perplexity",
+    "perplexity/byte": "byte_perplexity",
+    "perplexity/word": "word_perplexity",
 }
 TASKS = {
     "task": "alias",
@@ -26,7 +26,7 @@ TASKS = {
     "value": "value",
     "±": "stderr",
 }
-FINE = ("loss", "bits/byte", "per byte", "value", "±")
+FINE = ("loss", "bits/byte", "perplexity/byte", "value", "±")
 MOST_COLUMNS = 6  # of a curve, not counting the step
 
 

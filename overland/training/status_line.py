@@ -83,7 +83,7 @@ def _columns(status: Status, is_ascii: bool) -> dict[str, str]:
         "bar": " " * SHORTEST_BAR if not status.doing else "",
         "step": f"{status.step:,}/{status.steps:,}",
         "epoch": "" if status.epoch is None else f"epoch {status.epoch:.2f}",
-        "loss": "" if loss is None else f"loss {loss:.4f}" if loss < 1e4 else f"loss {loss:.4g}",
+        "loss": "" if loss is None else f"loss~{loss:.4f}" if loss < 1e4 else f"loss {loss:.4g}",
         "sparkline": "" if is_ascii else sparkline(status.losses, SHORTEST_SPARKLINE),
         "lr": "" if status.lr is None else f"lr {status.lr:.2e}",
         "grad": "" if status.grad_norm is None else f"grad {status.grad_norm:.2f}",

@@ -159,6 +159,9 @@ STORIES = {
             "training.steps=20": "training.steps=2",
             "training.steps=30": "training.steps=3",
             "training.steps=40": "training.steps=4",
+            # what is shown of the large model
+            "llama3 8B": "llama3 debug",
+            "an inner width of 14336": "a vocabulary of 2048",
         },
         core="overland preflight",
         env={},

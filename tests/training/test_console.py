@@ -78,8 +78,8 @@ def test_a_line_is_drawn_on_a_terminal_of_ones_own(
 def test_the_line_is_as_wide_as_the_terminal_and_drops_what_matters_least() -> None:
     drawn = {width: draw(STATUS, width).plain for width in WIDTHS}
     assert [len(line) for line in drawn.values()] == list(WIDTHS)
-    assert drawn[40].split() == ["1,234/100,000", "loss", "3.2100", "3:00:00", "left"]
-    words = ["epoch 0.50", "loss 3.2100", "█▄▂▁", "lr 2.00e-03", "grad 0.50", "21,809 tok/s",
+    assert drawn[40].split() == ["1,234/100,000", "loss~3.2100", "3:00:00", "left"]
+    words = ["epoch 0.50", "loss~3.2100", "█▄▂▁", "lr 2.00e-03", "grad 0.50", "21,809 tok/s",
              "MFU 41.0%", "12.3 GiB", "1:15", "3:00:00 left"]  # fmt: skip
     assert all(word in drawn[200] for word in words)
     # Whoever is told more is told all of what others are told.

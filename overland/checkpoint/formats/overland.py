@@ -130,6 +130,8 @@ def _adapter(run: dict[str, Any], tensors: dict[str, Lazy]) -> Config:
     except ValidationError:
         return None
     base = (config.get("checkpoint") or {}).get("initial_load_path")
+    if base and Path(base).is_dir():  # a relative path would be wrong from any other folder
+        base = str(Path(base).resolve())
     return config_of(settings, sorted(modules), base)
 
 

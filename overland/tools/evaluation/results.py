@@ -35,7 +35,7 @@ def place_of(path: Path, run: Path | None, output: Path | None = None) -> Path:
     """Returns the folder for results of `path`: a checkpoint of `run`, or anything with weights."""
     if output is not None:
         return output
-    path = path.absolute()
+    path = path.resolve() if path.name in ("", "..") else path
     return run / EVALUATIONS / path.name if run else path.with_name(f"{path.name}.{EVALUATIONS}")
 
 
