@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MARKS = ("⟦", "⟧")
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue")
+MOST_PLACES = 4  # documents that the line above a row names
 
 
 @user_errors
@@ -131,6 +132,14 @@ def sample_page(dataset: Dataset, batch: int, row: int, size: int) -> dict[str, 
     }
 
 
+def place_of(part: dict[str, Any]) -> str:
+    """Returns where a part of a row comes from: source, shard and document, counted from 0."""
+    shard, document = divmod(part["document"], 1 << 32)
+    shard_words = f"shard {shard:,} " if shard else ""
+    start = f" from token {part['start']:,}" if part["start"] else ""
+    return f"{part['source']} {shard_words}document {document:,}{start}"
+
+
 def render(page: dict[str, Any], step: int, marks: bool = False) -> Text:
     """Returns a row in colours: one per document, dim where no loss is taken. With `marks`, for
     terminals without colours, what is learned in conversations is put between marks."""
@@ -138,12 +147,9 @@ def render(page: dict[str, Any], step: int, marks: bool = False) -> Text:
 
     text = Text()
     text.append(f"step {step}, row {page['row']} of {page['rows']}: ", style="bold")
-    sources = ", ".join(
-        f"{one['source']} {one['document'] >> 32}/{one['document'] & 0xFFFFFFFF}"
-        + (f" from token {one['start']:,}" if one["start"] else "")
-        for one in page["from"]
-    )
-    text.append(f"{visible(sources)}\n")
+    places = [place_of(one) for one in page["from"]]
+    more = f" and {len(places) - MOST_PLACES:,} more" if len(places) > MOST_PLACES else ""
+    text.append(f"{visible(', '.join(places[:MOST_PLACES]))}{more}\n")
     if "fields" in page:
         for name, words in page["fields"].items():
             text.append(f"{name}: {words}\n")

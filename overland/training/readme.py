@@ -9,7 +9,7 @@ from overland.config.derived import Degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig, Optimizer
 from overland.files import replace_file
 from overland.models.flops import count_parameters, measure_of, trained_parameters
-from overland.run_folder import WRITTEN_BY, RunFolder
+from overland.run_folder import NO_DESCRIPTION, WRITTEN_BY, RunFolder
 from overland.words import command
 from overland.world import World
 from overland.world.devices import device_name
@@ -55,8 +55,11 @@ def readme(
         documents = f"| documents | {borders} |\n"
         prompt = command("overland", "generate", run, "--prompt", "...")
         evaluate = f"## Evaluate\n\n    {prompt}\n\n"
+    title = config.job.description
+    if title == NO_DESCRIPTION:
+        title = f"Training run {folder.root.name}"
     return f"""\
-# {config.job.description}
+# {title}
 
 {WRITTEN_BY}; [`config.toml`](config.toml) holds every setting.
 

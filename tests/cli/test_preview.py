@@ -36,7 +36,7 @@ def test_a_config_and_its_run_show_the_same(folder: Path) -> None:
 
 def test_the_text_is_that_of_the_document(folder: Path) -> None:
     shown = overland("data", "preview", "runs/quickstart", "--step", "100000", cwd=folder).stdout
-    assert "step 100000, row 0 of 2: stdlib 0/" in shown
+    assert "step 100000, row 0 of 2: stdlib document " in shown
     page = json.loads(
         overland(
             "data", "preview", "runs/quickstart", "--step", "100000", "--json", cwd=folder
