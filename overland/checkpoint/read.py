@@ -279,7 +279,7 @@ def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
 def without(path: Path, missing: Sequence[str], what: str) -> str:
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     is_state = missing[0].startswith("optimizer.")
-    out = ": `--skip_optimizer` starts with a new optimizer" if is_state else ""
+    out = ": `--skip-optimizer` starts with a new optimizer" if is_state else ""
     return f"{path} has no {missing[0]}{more}, which this {what} needs{out}"
 
 

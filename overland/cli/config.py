@@ -16,6 +16,9 @@ app = typer.Typer(help="Show, convert and explain configs.", no_args_is_help=Tru
 @app.command()
 @user_errors
 def reference(
+    word: Annotated[
+        str, typer.Argument(help="Only keys with this word in their name or description.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print every section and key with its type, default and meaning."""
@@ -23,16 +26,20 @@ def reference(
 
     from overland.config.write import reference_rows, reference_tables, reference_text
 
+    if not reference_rows(word):
+        from overland.config.errors import ConfigError, Problem
+
+        raise ConfigError([Problem(f"no key has {word!r} in its name or description")])
     if as_json:
-        print(json.dumps(reference_rows(), indent=2))
+        print(json.dumps(reference_rows(word), indent=2))
     elif sys.stdout.isatty():
         from rich.console import Console
 
         console = Console()
-        for table in reference_tables():
+        for table in reference_tables(word):
             console.print(table)
     else:
-        print(reference_text(), end="")
+        print(reference_text(word), end="")
 
 
 @app.command()

@@ -28,13 +28,15 @@ def train(
         str | None, typer.Option(help="auto, none, or the path of a checkpoint.")
     ] = None,
     skip_optimizer: Annotated[
-        bool, typer.Option("--skip_optimizer", help="Resume with a fresh optimizer.")
+        bool,
+        typer.Option("--skip-optimizer", "--skip_optimizer", help="Resume with a fresh optimizer."),
     ] = False,
 ) -> None:
     """Train a model: overland train CONFIG [section.key=value ...]
 
-    CONFIG is a TOML or YAML file or the name of a recipe (see `overland init`). Run the same
-    command again to resume. Environment: CONFIG_FILE, NGPU, LOG_RANK, COMM_BACKEND, DRY_RUN=1.
+    CONFIG is a TOML or YAML file, the name of a recipe (see `overland init`) or a run folder. Run
+    the same command again to resume. Environment: CONFIG_FILE, NGPU, LOG_RANK, COMM_BACKEND,
+    DRY_RUN=1.
     """
     end_at_signal("stopped before the first step; nothing to save")
     from overland.cli.check import report

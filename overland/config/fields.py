@@ -123,6 +123,8 @@ def nearest_key(dotted: str) -> str | None:
     section, _, name = dotted.partition(".")
     keys = list(all_keys().values())
     same_name = [key.dotted for key in keys if key.name == name]
+    if f"training.{name}" in same_name and section == "data":  # the data of training
+        return f"training.{name}"
     if same_name:
         return nearest_name(dotted, same_name, cutoff=0.0)
     own = {key.name: key.dotted for key in keys if key.section == section}

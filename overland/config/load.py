@@ -76,8 +76,9 @@ def load_config(
     """Loads the config of a run.
 
     Args:
-        source: Path of a .toml, .yaml or .yml file, or the name of a recipe in the package; None:
-            taken from `--job.config_file` or the variable CONFIG_FILE.
+        source: Path of a .toml, .yaml or .yml file, the name of a recipe in the package, or a run
+            folder, which stands for its config.toml; None: taken from `--job.config_file` or the
+            variable CONFIG_FILE.
         arguments: Overrides, as in `training.steps=20` or `--training.steps 20`.
         env: The environment.
         resolve: Whether to resolve variables and `~` in paths.
@@ -92,7 +93,7 @@ def load_config(
     over, over_notes, over_refused = translate(given.entries, COMMAND_LINE, below=entries)
     entries = overlay(overlay(entries, from_env), over)
     config, problems, dropped = validate_entries(entries)
-    problems += check_switches(config, entries)
+    problems += check_switches(config, entries, dropped)
     places = {key: entry.where for key, entry in entries.items() if key not in dropped}
     config, bad_expressions = check_expressions(config, places)
     config, sft_notes = with_sft_defaults(config, places)
@@ -204,8 +205,11 @@ def find_source(source: str | None, given: Arguments, env: Mapping[str, str]) ->
     recipe = recipe_path(name)
     if recipe is not None:
         return recipe, f"recipe {recipe.name}"
+    if (path / CONFIG).is_file():  # a run folder
+        return path / CONFIG, f"{name.rstrip('/')}/{CONFIG}"
     if path.is_dir():
-        raise ConfigError([Problem("is a folder; expected a config file", where, value=name)])
+        message = f"is a folder without a {CONFIG}; expected a config file or a run folder"
+        raise ConfigError([Problem(message, where, value=name)])
     raise ConfigError([Problem(_no_such_config(path), where, value=name, nearest=_near(path))])
 
 

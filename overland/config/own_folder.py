@@ -45,11 +45,19 @@ def from_own_folder(
         if start is None or key in IN_THE_RUN_FOLDER or not is_set_here or not text:
             return text
         there = start / text
-        return str(there) if there.exists() else text
+        return str(without_dots(there)) if there.exists() else text
 
     note = f"{shown}: resumes the run in {run}; its job.dump_folder is {named!r}"
     note += f", relative to {start} like its other paths" if start else ", where it was before"
     return with_paths(config, here), [note]
+
+
+def without_dots(path: Path) -> Path:
+    """Returns the path without `..`. Symbolic links are resolved only before the last of them: the
+    name of a link after it may have the suffix that tells the format."""
+    parts = path.parts
+    end = max((i + 1 for i, part in enumerate(parts) if part == ".."), default=0)
+    return Path(*parts[:end]).resolve().joinpath(*parts[end:]) if end else path
 
 
 def start_folder(run: Path, named: str) -> Path | None:

@@ -411,7 +411,8 @@ class ValidationSet(Section):
     dataset: str | None = None
     """Without a path: a dataset by name, as in training.dataset; default: the name of the set."""
     column: str | None = None
-    """Column that holds the documents; default: as for training.column."""
+    """Column that holds the documents; default: training.column if that is set, otherwise found in
+    the same way."""
     subset: str | None = None
     """Subset (config) of a dataset folder."""
     split: str | None = None
@@ -433,7 +434,8 @@ class Validation(Section):
     dataset_path: PathText | None = None
     """File or folder to validate on, instead of a named dataset."""
     column: str | None = None
-    """Column that holds the documents; default: as for training.column."""
+    """Column that holds the documents; default: training.column if that is set, otherwise found in
+    the same way."""
     subset: str | None = None
     """Subset (config) of a dataset folder."""
     split: str | None = None
@@ -464,7 +466,8 @@ class DataSource(Section):
     weight: NonNegativeFloat = 1.0
     """Weight in the mixture, relative to the other sources; 0: the source is not read."""
     column: str | None = None
-    """Column that holds the documents; default: as for training.column."""
+    """Column that holds the documents; default: text, tokens, input_ids or content, or the only
+    column."""
     subset: str | None = None
     """Subset (config) of a dataset folder."""
     split: str | None = None

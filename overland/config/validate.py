@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,9 +36,14 @@ def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[Ke
     return JobConfig.model_validate(nest(good)), problems, dropped
 
 
-def check_switches(config: JobConfig, entries: Entries) -> Iterator[Problem]:
-    """Refuses keys of a section that is not enabled: they would have no effect."""
+def check_switches(
+    config: JobConfig, entries: Entries, dropped: Collection[KeyPath] = ()
+) -> Iterator[Problem]:
+    """Refuses keys of a section that is not enabled: they would have no effect. Says nothing if the
+    key that enables it was dropped because of an error of its own."""
     for section, switches in SWITCHES.items():
+        if any(tuple(switch.split(".")) in dropped for switch in switches):
+            continue
         values = getattr(config, section)
         changed = [  # only these: a run folder's config sets all keys
             f"{section}.{name}"

@@ -145,8 +145,9 @@ def _toml_key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
-def reference_rows() -> list[dict[str, Any]]:
-    """Returns one row per key: section, key, type, default, description."""
+def reference_rows(word: str = "") -> list[dict[str, Any]]:
+    """Returns one row per key: section, key, type, default, description; only those with `word` in
+    their name or description, if one is given."""
     rows = []
     for key in all_keys().values():
         rows.append(_row(key, key.section, key.name))
@@ -156,7 +157,11 @@ def reference_rows() -> list[dict[str, Any]]:
             rows.append(_row(inner, key.section, f"{key.name}.NAME.{name}"))
         for name, field in key.record.model_fields.items() if key.record else ():
             rows.append(_row(Key(key.dotted, name, field), key.section, f"{key.name}.{name}"))
-    return rows
+    return [row for row in rows if _says(row, word.lower())]
+
+
+def _says(row: dict[str, Any], word: str) -> bool:
+    return word in f"{row['section']}.{row['key']}\n{row['description']}".lower()
 
 
 def _row(key: Key, section: str, name: str) -> dict[str, Any]:
@@ -169,12 +174,15 @@ def _row(key: Key, section: str, name: str) -> dict[str, Any]:
     }
 
 
-def reference_text(width: int = 100) -> str:
-    """Returns the reference as plain text."""
+def reference_text(word: str = "", width: int = 100) -> str:
+    """Returns the reference as plain text, or the part of it that has `word`."""
     lines: list[str] = []
     for section, about in sections().items():
+        rows = _rows_of(section, word)
+        if word and not rows:
+            continue
         lines += [f"[{section}]  {about}", ""]
-        for row in _rows_of(section):
+        for row in rows:
             lines.append(f"  {row['key']} = {_default(row)}   ({row['type']})")
             lines += textwrap.wrap(
                 row["description"], width - 6, initial_indent=" " * 6, subsequent_indent=" " * 6
@@ -183,18 +191,22 @@ def reference_text(width: int = 100) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def reference_tables() -> list[RenderableType]:
-    """Returns the reference for a terminal: one table per section."""
+def reference_tables(word: str = "") -> list[RenderableType]:
+    """Returns the reference for a terminal, one table per section, or the part of it that has
+    `word`."""
     from rich.table import Table
     from rich.text import Text
 
     tables: list[RenderableType] = []
     for section, about in sections().items():
+        rows = _rows_of(section, word)
+        if word and not rows:
+            continue
         title = Text(f"[{section}] {about}")
         table = Table(title=title, title_justify="left", title_style="bold", expand=True)
         for heading in ("key", "default", "expected", "description"):
             table.add_column(heading, ratio=4 if heading == "description" else 2, overflow="fold")
-        for row in _rows_of(section):
+        for row in rows:
             cells = (row["key"], _default(row), row["type"], row["description"])
             table.add_row(*(Text(cell) for cell in cells))
         tables.append(table)
@@ -212,8 +224,8 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _rows_of(section: str) -> list[dict[str, Any]]:
-    return [row for row in reference_rows() if row["section"] == section]
+def _rows_of(section: str, word: str) -> list[dict[str, Any]]:
+    return [row for row in reference_rows(word) if row["section"] == section]
 
 
 def _default(row: dict[str, Any]) -> str:

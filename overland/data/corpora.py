@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from overland.config.schema import Data as Settings
 from overland.config.schema import DataSource, JobConfig
@@ -226,13 +226,23 @@ def check_same_tokenizer(plan: Plan, config: JobConfig, tokenizer: Tokenizer) ->
         if config.sft.shape != "off":
             source = open_wanted(config, training_table(config, name), name, wanted)
             if changes := made_otherwise(before, source):
-                raise ChangedSource(name, tuple(changes))
+                raise ChangedSource(name, tuple(changes), settings_before(before, source))
 
 
 def made_otherwise(before: Path, source: Source) -> list[str]:
     """Returns what has changed in how conversations are tokenized since a corpus was laid out."""
     made_by = read_layout(before).made_by or {}
     return what_changed(made_by, getattr(source, "made_by", None) or {})
+
+
+def settings_before(before: Path, source: Source) -> dict[str, Any]:
+    """Returns the keys that have changed since a corpus was laid out, with their values then; of
+    the chat template only a hash is known, so it has None."""
+    made_by = read_layout(before).made_by or {}
+    now = getattr(source, "made_by", None) or {}
+    keys = [key for key in dict.fromkeys((*made_by, *now)) if made_by.get(key) != now.get(key)]
+    of_keys = {key: made_by.get(key) for key in keys if "." in key}
+    return of_keys | {key: None for key in of_keys if key == "sft.chat_template"}
 
 
 def is_of_another_tokenizer(folder: Path, config: JobConfig, tokenizer: Tokenizer | None) -> bool:

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from overland.config.errors import show_value
 from overland.data.pack import LastBlock, Packing
 from overland.data.sources.marks import digest_of
 from overland.errors import DataError
+from overland.words import any_of
 
 MixedBy = Literal["rows", "tokens"]
 FORMAT = 1
@@ -143,13 +145,22 @@ def check_same_holdout(name: str, ours: float, theirs: float) -> None:
 class ChangedSource(DataError):
     """Raised when a source is not what the run was trained on."""
 
-    def __init__(self, name: str, changes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, name: str, changes: tuple[str, ...] = (), settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """`settings` are the keys that changed, with the values that they had."""
         self.name = name
         what = "; ".join(changes) or "its corpus, column, tokenizer or policy is different"
+        way_out = "Restore the source as it was, add the new data as another source,"
+        if settings and len(settings) == len(changes):  # the data itself is the same
+            back = [
+                f"{key} back" + ("" if value is None else f" to {show_value(value)}")
+                for key, value in settings.items()
+            ]
+            way_out = f"Set {any_of(back, 'and')},"
         super().__init__(
-            f"the data source {name} is not what this run was trained on: {what}. Restore the "
-            "source as it was, add the new data as another source, or start a new run with "
-            "--resume none"
+            f"the data source {name} is not what this run was trained on: {what}. {way_out} or "
+            "start a new run with --resume none"
         )
 
 

@@ -22,6 +22,7 @@ from overland.data.corpora import (
     open_named_corpus,
     open_streamed,
     reopen_earlier,
+    settings_before,
 )
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import is_corpus, read_layout, source_changes
@@ -158,7 +159,7 @@ class Dataset:
         if not what and read_layout(before).tokenizer != corpus.layout.tokenizer:
             what = [ANOTHER_TOKENIZER]
         what += made_otherwise(before, source)
-        return ChangedSource(error.name, tuple(what))
+        return ChangedSource(error.name, tuple(what), settings_before(before, source))
 
 
 def training_data(

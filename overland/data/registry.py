@@ -18,7 +18,7 @@ from overland.data.shapes import ShapeImages
 from overland.data.sources import Docstrings, FileSource, Source, StandardLibrary, open_source
 from overland.data.sources.array_files import WANTED
 from overland.data.sources.array_list import ArrayList, is_array_list, listed_files
-from overland.data.sources.columns import WHOLE
+from overland.data.sources.columns import WHOLE, NoColumn
 from overland.data.sources.csv_rows import CSV_SUFFIXES
 from overland.errors import DataError, OverlandError, Unsettled
 from overland.models.flops import SampleFields, sample_fields
@@ -139,13 +139,24 @@ def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
     choices = {key: getattr(validation, key) for key in CHOICES}
     if validation.dataset_path is not None:
         path = validation.dataset_path
-        found = _or_random(config, DataSource(path=path, **choices))
-        return {Path(path).name: found, **sets}
-    names = validation.dataset
-    if names is None:
-        names = [] if sets or validates_on_holdout(config) else "stdlib_heldout"
-    names = [names] if isinstance(names, str) else names
-    return {name: DataSource(**choices) for name in names} | sets
+        found = {Path(path).name: _or_random(config, DataSource(path=path, **choices))}
+    else:
+        names = validation.dataset
+        if names is None:
+            names = [] if sets or validates_on_holdout(config) else "stdlib_heldout"
+        names = [names] if isinstance(names, str) else names
+        found = {name: DataSource(**choices) for name in names}
+    return {name: _with_column(config, name, one) for name, one in (found | sets).items()}
+
+
+def _with_column(config: JobConfig, name: str, wanted: DataSource) -> DataSource:
+    """Returns a validation set that is read from the column that training reads, unless it has its
+    own. What is built in or built already has no columns."""
+    column = config.training.column
+    folder = find_folder(name, wanted, config.data)
+    if wanted.column is not None or column is None or folder is None or is_corpus(folder):
+        return wanted
+    return wanted.model_copy(update={"column": column})
 
 
 def is_placeholder(config: JobConfig, path: str | None) -> bool:
@@ -193,6 +204,18 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
         elif key == "training.dtype":  # which means something else; sources have their own key
             key = f"data.sources.{name}.dtype (and its path there, not in training.dataset_path)"
         raise error.by(key) from None
+    except NoColumn as error:
+        if not is_validation(table) or column_of(config, table) is not None:
+            raise
+        raise DataError(
+            f"{error}. The column is that of training.column; set {table}.column to another"
+        ) from None
+
+
+def column_of(config: JobConfig, table: str) -> str | None:
+    """Returns the column that the section of a validation set names itself."""
+    _, _, name = table.partition(f"{VALIDATION}.sets.")
+    return config.validation.sets[name].column if name else config.validation.column
 
 
 def open_images(config: JobConfig, table: str, name: str, wanted: DataSource) -> ArrayList | None:

@@ -68,7 +68,7 @@ def open_dataset(source: JobConfig | str | Path) -> TrainingSet:
         source: What `overland.load_config` returned, or a run folder, whose plan is read.
     """
     if isinstance(source, JobConfig):
-        return TrainingSet(_of_config(source))
+        return TrainingSet(_of_config(source, Preparer()))
     return TrainingSet(open_step(str(source), [], 1)[0])
 
 
@@ -84,7 +84,7 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
         raise ConfigError(problems)
     loaded = found.config
     if not is_run:
-        return _of_config(loaded), step - 1
+        return _of_config(loaded, Preparer(report=_say)), step - 1
     vocab_size = getattr(model_config(loaded.model), "vocab_size", None)
     folder = RunFolder.of(loaded.model_copy(update={"job": Job(dump_folder=str(run))}))
     fed = read_ledger(folder.ledger).fed if folder.ledger.is_file() else {}
@@ -95,10 +95,14 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     return planned_data(loaded, vocab_size, run), batch
 
 
-def _of_config(config: JobConfig) -> Dataset:
+def _of_config(config: JobConfig, preparer: Preparer) -> Dataset:
     vocab_size = getattr(model_config(config.model), "vocab_size", None)
     memory = RunFolder.of(config).data
-    return training_data(config, global_batch_size(config), vocab_size, Preparer(), memory)
+    return training_data(config, global_batch_size(config), vocab_size, preparer, memory)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)
 
 
 def global_batch_size(config: JobConfig) -> int:

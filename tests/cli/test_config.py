@@ -30,6 +30,19 @@ def test_reference_prints_every_key_as_text_and_as_json() -> None:
     assert all(row["description"][:20] in text for row in rows)
 
 
+def test_reference_of_a_word_shows_only_the_keys_that_have_it() -> None:
+    text = runner.invoke(app, ["reference", "Column"]).stdout
+    rows = json.loads(runner.invoke(app, ["reference", "Column", "--json"]).stdout)
+    assert {"column"} < {row["key"] for row in rows}
+    assert all("column" in (row["key"] + row["description"]).lower() for row in rows)
+    assert "[training]" in text
+    assert "[optimizer]" not in text
+    assert "local_batch_size" not in text
+    done = runner.invoke(app, ["reference", "nonsense"])
+    assert done.exit_code == 2
+    assert "no key has 'nonsense' in its name or description" in done.stderr
+
+
 def test_reference_has_a_table_for_the_terminal() -> None:
     from rich.console import Console
 

@@ -34,6 +34,14 @@ def test_a_config_and_its_run_show_the_same(folder: Path) -> None:
     assert sum(piece["tokens"] for piece in page["from"]) in (32, 33)
 
 
+def test_training_a_tokenizer_is_announced(tmp_path: Path) -> None:
+    words = ["data", "preview", "quickstart", *TINY, "data.folder=own", "--json"]
+    done = overland(*words, cwd=tmp_path)
+    assert "training a tokenizer of " in done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert "training a tokenizer" not in overland(*words, cwd=tmp_path).stderr
+
+
 def test_the_text_is_that_of_the_document(folder: Path) -> None:
     shown = overland("data", "preview", "runs/quickstart", "--step", "100000", cwd=folder).stdout
     assert "step 100000, row 0 of 2: stdlib document " in shown

@@ -216,3 +216,53 @@ def test_the_config_of_a_run_means_its_own_folder_from_anywhere(
         loaded = load_config("../moved/config.toml", env={})
         assert loaded.config.job.dump_folder == str(moved)
         assert loaded.config.training.dataset_path == "text.txt"
+
+
+def test_a_run_folder_stands_for_its_config(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    run.mkdir()
+    with pytest.raises(ConfigError, match=r"is a folder without a config\.toml; expected a config"):
+        load_config(str(run), env={})
+    (run / "config.toml").write_text("[training]\nsteps = 7\n")
+    loaded = load_config(f"{run}/", env={})
+    assert loaded.config.training.steps == 7
+    assert loaded.where("training.steps") == f"{run}/config.toml:2"
+
+
+def test_paths_of_a_run_are_rewritten_without_dots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link after the last `..` keeps its name, which tells the format; `..` of a link is the
+    parent of what it leads to."""
+    run = tmp_path / "start" / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").touch()
+    (tmp_path / "far" / "inside").mkdir(parents=True)
+    (tmp_path / "start" / "link").symlink_to(tmp_path / "far" / "inside")
+    (tmp_path / "blob").write_text("a text")
+    for folder in ("data", "far"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "notes.txt").symlink_to(tmp_path / "blob")
+    monkeypatch.chdir(tmp_path / "data")
+    for written, found in (
+        ("../data/notes.txt", tmp_path / "data" / "notes.txt"),
+        ("link/../notes.txt", tmp_path / "far" / "notes.txt"),
+    ):
+        (run / "config.toml").write_text(
+            f'[job]\ndump_folder = "runs/mine"\n[training]\ndataset_path = "{written}"\n'
+        )
+        config = load_config(str(run / "config.toml"), env={}).config
+        assert config.training.dataset_path == str(found)
+
+
+def test_a_key_of_the_training_data_is_looked_for_in_training(write) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key; did you mean training\.column\?"):
+        config_of(write('[data]\ncolumn = "body"\n'))
+
+
+def test_a_switch_with_an_error_has_no_consequences(write) -> None:
+    words = ["lora.rank=-1", "lora.alpha=16", "lora.dropout=0.1"]
+    with pytest.raises(ConfigError) as caught:
+        config_of(write(""), *words)
+    (problem,) = caught.value.problems
+    assert problem.key == "lora.rank"

@@ -496,8 +496,15 @@ def test_a_changed_key_is_another_corpus_and_a_resume_says_which(
     after = data_of(job(tmp_path, tokenizer, talks, **CHANGES[words]))
     (one,), (other,) = (set(data.plan.sources.values()) for data in (before, after))
     assert one.fingerprint != other.fingerprint
-    with pytest.raises(ChangedSource, match=words):
+    with pytest.raises(ChangedSource, match=words) as caught:
         after.continued(before.plan.to_json(), 1)
+    key, _, was = words.partition(" is")
+    key = key if "." in key else "sft.chat_template"
+    way_out = str(caught.value).rpartition(". ")[2]
+    assert way_out.startswith(f"Set {key} back")
+    assert way_out.endswith(", or start a new run with --resume none")
+    if was.endswith("256"):
+        assert way_out.startswith("Set training.seq_len back to 256,")
 
 
 def test_shapes_may_be_mixed(tmp_path: Path, tokenizer: Path, talks: Path) -> None:

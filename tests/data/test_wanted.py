@@ -213,6 +213,14 @@ def test_the_same_keys_choose_everywhere_and_messages_name_them(tmp_path: Path) 
     chosen = {**path, "column": "body", "split": "validation"}
     assert trained_on(config_of(training=chosen)) == ["body of validation"]
     assert held_out(config_of(validation={**path, "column": "body"})) == ["body of validation"]
+    both = {"training": {**path, "column": "body", "split": "train"}, "validation": path}
+    assert held_out(config_of(**both)) == ["body of validation"]
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "x", "title": "y"}))
+    both["validation"] = {"dataset_path": str(tmp_path / "other.jsonl")}
+    with pytest.raises(DataError, match=r"'body'.* that of training.column; set validation.column"):
+        held_out(config_of(**both))
+    both["validation"] = {"dataset": "stdlib_heldout"}  # which has no columns
+    assert held_out_sources(config_of(**both))["stdlib_heldout"].column is None
     with pytest.raises(DataError, match=r"training\.split = 'train': stdlib has no splits"):
         trained_on(config_of(training={"split": "train"}))
 

@@ -240,7 +240,7 @@ def test_every_command_and_option_is_in_the_reference(site: Path) -> None:
                     options += 1
     assert options > 100
     train = article(site / "reference" / "command" / "train.html")
-    assert "<code>--skip_optimizer</code>" in train
+    assert "<code>--skip-optimizer</code>" in train
     assert "overland train quickstart\n" in train
 
 

@@ -87,10 +87,14 @@ def choose_column(
     )
 
 
-def no_column(where: object, name: str, columns: Mapping[str, object], listed: str) -> DataError:
+class NoColumn(DataError):
+    """Raised when a source lacks the column that was asked for."""
+
+
+def no_column(where: object, name: str, columns: Mapping[str, object], listed: str) -> NoColumn:
     near = nearest_hint(name, columns)
     its = f"{near} Its" if near else "; its"
-    return DataError(f"{where} has no column {name!r}{its} columns: {listed}")
+    return NoColumn(f"{where} has no column {name!r}{its} columns: {listed}")
 
 
 def nearest_hint(name: str, known: Iterable[str]) -> str:

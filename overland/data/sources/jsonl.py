@@ -150,7 +150,8 @@ def _parse(line: bytes) -> tuple[object, str]:
         ) from None
     except json.JSONDecodeError as error:
         hint = NO_ARRAY if text.strip() == "[" else ""
-        raise _Unusable(f"not a JSON object: {error.msg}{hint}") from None
+        message = error.msg.removesuffix(" at")  # Python goes on with the place
+        raise _Unusable(f"not a JSON object: {message} at column {error.colno:,}{hint}") from None
     except (ValueError, RecursionError):  # a number of thousands of digits, or deep nesting
         raise _Unusable("not a JSON object that can be read") from None
 

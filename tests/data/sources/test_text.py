@@ -128,7 +128,8 @@ def test_token_ids_in_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{oops", r"a\.jsonl:2: not a JSON object"),
+        (b"{oops", r"a\.jsonl:2: not a JSON object: .* at column 2$"),
+        (b'{"text": "x\ty"}', r"a\.jsonl:2: not a JSON object: Invalid control .* at column 12$"),
         (b'{"text": "\xe9"}', r"a\.jsonl:2: expected UTF-8 text, got .* at byte 10"),
         (b'{"txet": "x"}', r"a\.jsonl:2: expected an object with a \"text\".*mean 'txet'"),
         (b'{"text": 5}', r"a\.jsonl:2: expected an object with a \"text\""),
