@@ -1,8 +1,8 @@
 #!/bin/bash -l
-# Written by `overland submit` for generic-cpu: 4 nodes × 2 devices = 8 ranks.
+# Written by `overland submit` for generic-cpu: 4 nodes × 1 device = 4 ranks.
 #SBATCH --job-name=llama-4d7673
 #SBATCH --nodes=4
-#SBATCH --ntasks-per-node=2
+#SBATCH --ntasks-per-node=1
 #SBATCH --time=04:00:00
 #SBATCH --output=/scratch/me/runs/llama/logs/job-%j.log
 #SBATCH --exclusive
@@ -46,7 +46,7 @@ export WANDB_MODE="${WANDB_MODE:-offline}"
 cd /scratch/me || exit 1
 
 # Divide the node's cores among its ranks. Without this, srun would give each rank one core.
-cpus=$((SLURM_CPUS_ON_NODE / 2))
+cpus=$((SLURM_CPUS_ON_NODE / 1))
 [ "$cpus" -ge 1 ] || cpus=1
 
 # Ranks also watch the clock themselves. Older versions of Slurm do not set the job's end time.
@@ -66,7 +66,7 @@ rank='trap "" USR1 USR2; trap : TERM; "$@"; code=$?; [ "$code" -ne 0 ] || echo "
 # leave the others waiting for it. --wait=0: the first rank may still be writing weights long after
 # the others have exited.
 launch=(
-    srun --ntasks-per-node=2 --cpus-per-task="$cpus"
+    srun --ntasks-per-node=1 --cpus-per-task="$cpus"
     --mpi=none --no-kill --kill-on-bad-exit=1 --wait=0 --label
     bash -c "$rank" rank
     /scratch/me/envs/overland/bin/python -P -m overland
@@ -101,4 +101,4 @@ done >>/scratch/me/runs/llama/logs/"guards-$SLURM_JOB_ID.log" 2>&1
 # Tests the nodes, starts the ranks on 4 good ones, monitors them, and restarts them if a
 # rank or a node is lost (see docs/clusters.md). `exec`, so that signals reach the supervisor.
 exec /scratch/me/envs/overland/bin/python -P -m overland supervise /scratch/me/runs/llama/submit/1.toml \
-    --nodes 4 --tasks-per-node 2 --steps 100 --requeue -- "${launch[@]}"
+    --nodes 4 --tasks-per-node 1 --steps 100 --requeue -- "${launch[@]}"

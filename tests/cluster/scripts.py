@@ -16,7 +16,7 @@ LEFT_OPEN = {
     "perlmutter": {"account": "m1234", "qos": "regular", "time": "04:00:00"},
     "generic-nvidia": {"devices_per_node": 4, "time": "04:00:00"},
     "generic-amd": {"devices_per_node": 8, "time": "04:00:00"},
-    "generic-cpu": {"devices_per_node": 2, "time": "04:00:00"},
+    "generic-cpu": {"time": "04:00:00"},
     "laptop": {"devices_per_node": 2},
 }
 

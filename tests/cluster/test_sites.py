@@ -72,10 +72,20 @@ def test_where_no_limit_is_known_the_time_is_asked_for() -> None:
 
 def test_walltimes_are_read_as_slurm_writes_them() -> None:
     assert parse_walltime("1-02:03:04") == 93784
+    assert parse_walltime("1-02:03") == 93780
+    assert parse_walltime("1-02") == 93600
     assert parse_walltime("02:03:04") == 7384
-    for wrong in ("2h", "90", "02:60:00", ""):
-        with pytest.raises(ClusterError, match="expected HH:MM:SS"):
+    assert parse_walltime("90:05") == 5405
+    assert parse_walltime("90") == 5400
+    for wrong in ("2h", "02:60:00", "1:02:03:04", "1-", "-5", ""):
+        with pytest.raises(ClusterError, match="expected minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM"):
             parse_walltime(wrong)
+
+
+def test_scripts_have_walltimes_in_one_form() -> None:
+    site = load_site("perlmutter")
+    assert choose_walltime(site, 1, "90", None) == "01:30:00"
+    assert choose_walltime(site, 1, "2-1", None) == "49:00:00"
 
 
 def test_every_site_in_the_package_is_valid_and_says_what_it_is() -> None:

@@ -171,7 +171,8 @@ def plan_job(site: NamedSite, wanted: JobRequest, place: RunPlace) -> BatchJob:
         if time is not None and parse_walltime(time) <= place.margin_minutes * 60:
             raise ClusterError(
                 f"--time {time}: ranks stop {place.margin_minutes:g} minutes before the end "
-                "(checkpoint.walltime_margin_minutes), which leaves no time to train"
+                "(checkpoint.walltime_margin_minutes), which leaves no time to train; raise "
+                "--time, or lower that key"
             )
     if wanted.packed_env and not site.facts.disk.node_local:
         raise ClusterError(
@@ -246,12 +247,13 @@ def _check_words(wanted: JobRequest) -> None:
 def choose_walltime(
     site: NamedSite, num_nodes: int, wanted: str | None, partition: str | None
 ) -> str:
-    """Returns `wanted` if the site allows it; without one, the most that the site allows."""
+    """Returns `wanted` as HH:MM:SS, if the site allows it; without one, the most that the site
+    allows."""
     limits = _limits(site, partition)
     is_special = partition in site.facts.slurm.partitions
     place = f"{site.name}, partition {partition}," if is_special else site.name
     if wanted is not None:
-        parse_walltime(wanted)
+        wanted = walltime_in_words(parse_walltime(wanted))
     if not limits:
         if wanted is None:
             raise ClusterError(NO_LIMIT.format(site=site.name))
@@ -276,12 +278,22 @@ def limit_for(limits: list[Limit], num_nodes: int) -> Limit | None:
 
 
 def parse_walltime(text: str) -> int:
-    """Returns a walltime in seconds."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)", text)
+    """Returns a walltime in seconds; takes all forms that sbatch takes."""
+    found = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,5})(?::([0-5]?\d))?(?::([0-5]?\d))?", text)
     if found is None:
-        raise ClusterError(f"--time {text}: expected HH:MM:SS or D-HH:MM:SS")
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+        raise ClusterError(
+            f"--time {text}: expected minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+        )
+    days, numbers = found[1], [int(part) for part in found.groups()[1:] if part is not None]
+    if days is None and len(numbers) < 3:
+        numbers = [0, *numbers]  # without days, one or two numbers begin with minutes
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def walltime_in_words(seconds: int) -> str:
+    """Returns a walltime as scripts write it, HH:MM:SS."""
+    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def _other_ways(site: NamedSite, num_nodes: int, wanted: str, partition: str | None) -> str:
