@@ -202,6 +202,16 @@ def fresh_folder(wanted: str) -> str:
     return str(candidate)
 
 
+def remove_old_stop(root: Path) -> str:
+    """Removes a file STOP from before, since the user asks to run now; returns a note, or "" if
+    there was none. A run that is training in the folder has yet to read it, so it then stays."""
+    stop = root / STOP
+    if not stop.exists() or (root / OWNER).exists():
+        return ""
+    stop.unlink(missing_ok=True)
+    return f"removed {stop}, left from before; it would have stopped the run after one step"
+
+
 def first_taken(names: Iterable[str]) -> str | None:
     """Returns the first of these names that is already used for another metric."""
     return next(

@@ -58,6 +58,12 @@ def usable_nodes(env: Mapping[str, str], feature: str = "") -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def waiting_jobs(env: Mapping[str, str]) -> list[str] | None:
+    """Returns the ids of the waiting jobs of this job's chain; None if Slurm cannot be reached."""
+    chain = ("--me", f"--name={env.get('SLURM_JOB_NAME', '')}", "--states=PENDING")
+    return squeue(*chain, form="%i", timeout=20.0)
+
+
 def requeue(env: Mapping[str, str]) -> None:
     """Requeues this job, to get other nodes."""
     if may_requeue(env) and not was_requeued(env):

@@ -54,7 +54,8 @@ def submit(
     spares: Annotated[int, typer.Option(help="Spare nodes, held in reserve.", min=0)] = 0,
     sessions: Annotated[int, typer.Option(help="Number of jobs in the chain.", min=1)] = 1,
     time: Annotated[
-        str | None, typer.Option(help="Time limit per job, HH:MM:SS; default: the site's maximum.")
+        str | None,
+        typer.Option(help="Time limit per job, as for sbatch; default: the site's maximum."),
     ] = None,
     account: Annotated[str | None, typer.Option(envvar="SBATCH_ACCOUNT")] = None,
     partition: Annotated[str | None, typer.Option(envvar="SBATCH_PARTITION")] = None,
@@ -102,6 +103,7 @@ def submit(
     """
     from overland.config.write import to_toml
     from overland.errors import ClusterError
+    from overland.run_folder import remove_old_stop
     from overland.tools.jobs.job import JobRequest, num_devices_per_node, plan_job
     from overland.tools.jobs.script import refuse_secret_values, render_job
     from overland.tools.jobs.site import load_site, site_files
@@ -158,6 +160,8 @@ def submit(
     check_scheduler(job)
     write_private(frozen, config)
     write_private(script, text)
+    if note := remove_old_stop(place.run):
+        print(f"note: {note}", file=sys.stderr)
     ids = hand_in(job, script)
     if as_json:
         print(json.dumps({**job.to_json(), "script": str(script), "jobs": ids}, indent=2))

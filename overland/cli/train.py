@@ -6,17 +6,17 @@ import os
 import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from overland.cli.common import Settings, split_settings, user_errors
-from overland.run_folder import LOGS
-from overland.world.signals import STOPPED, end_at_signal
+from overland.run_folder import RunFolder, remove_old_stop
+from overland.world.signals import STOPPED, end_at_signal, say_at_signal
 
 if TYPE_CHECKING:
     from overland.config.load import Loaded
+    from overland.config.schema import JobConfig
     from overland.world import World
     from overland.world.heartbeat import Heartbeat
 
@@ -74,20 +74,23 @@ def train_here(
     if (world is None or world.is_first) and LAUNCHED not in os.environ:
         for note in [*loaded.notes, *map(str, notes)]:
             print(f"note: {note}", file=sys.stderr)
+    if step := saved_step(loaded.config):
+        say_at_signal(f"stopped before the next step; step {step} is saved")
     if world is None:
         loaded, arguments = settle_folder(loaded, arguments)
+        folder = RunFolder.of(loaded.config)
         if not loaded.is_set("job.dump_folder"):
-            folder = loaded.config.job.dump_folder
             print(
-                f"note: the run folder is {folder}, named after the config; set job.dump_folder to "
-                f"change it",
+                f"note: the run folder is {loaded.config.job.dump_folder}, named after the config; "
+                f"set job.dump_folder to change it",
                 file=sys.stderr,
             )
+        if "SLURM_JOB_ID" not in os.environ and (note := remove_old_stop(folder.root)):
+            print(f"note: {note}", file=sys.stderr)
         if num_ranks > 1:
-            logs = Path(loaded.config.job.dump_folder).expanduser() / LOGS
             words = ["train", *([source] if source else []), *arguments]
             free = available_memory()
-            code = launch_local(words, num_ranks, printing, logs)
+            code = launch_local(words, num_ranks, printing, folder.logs)
             if code == 128 + signal.SIGKILL:
                 from overland.tools.run import killed_in_words
 
@@ -107,6 +110,17 @@ def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[st
     folder = fresh_folder(config.job.dump_folder)
     arguments = [*arguments, f"job.dump_folder={folder}", "checkpoint.resume=auto"]
     return replace(loaded, config=in_fresh_folder(config, folder)), arguments
+
+
+def saved_step(config: JobConfig) -> int:
+    """Returns the step of the checkpoint that this run resumes; 0 if it starts from the beginning,
+    or from a checkpoint that is given by its path."""
+    from overland.checkpoint.folder import committed, step_of
+
+    if not config.checkpoint.enable or config.checkpoint.resume != "auto":
+        return 0
+    found = committed(RunFolder.of(config).checkpoints)
+    return step_of(found[-1]) if found else 0
 
 
 def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Heartbeat) -> None:

@@ -30,14 +30,25 @@ def closing(run: Run, result: Trained, is_new: bool) -> str:
     first = f"Finished: {steps} {'step' if steps == 1 else 'steps'} in {folder.root}."
     if not is_new:
         first = (
-            f"Nothing left to do: {folder.root} is at step {result.step} of {steps}. "
-            f"`--resume none` starts a new run next to it."
+            f"Nothing left to do: {how_far(run, result.step)}. `--resume none` starts a new run "
+            f"next to it."
         )
     parts = [f"\n{first}", table(losses(run, result) | places(run, result))]
     if run.dataset.tokenizer is not None and (said := samples_in_words(run, run.dataset.tokenizer)):
         parts.append(said)
     parts.append("To try next:\n\n" + "".join(f"  {one}\n" for one in next_commands(run)))
     return "\n".join(part for part in parts if part)
+
+
+def how_far(run: Run, step: int) -> str:
+    """Describes where a run is that has nothing left to do."""
+    root, steps, epochs = run.folder.root, run.config.training.steps, run.config.training.epochs
+    if step == steps:
+        return f"{root} is at step {step} of {steps}"
+    wanted = f"training.steps = {steps}"
+    if epochs is not None:
+        wanted = f"training.epochs = {epochs:g} is {steps} steps"
+    return f"{root} has done {step} steps, and {wanted}; raise it to train on"
 
 
 def losses(run: Run, result: Trained) -> dict[str, str]:

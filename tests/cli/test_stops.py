@@ -237,6 +237,14 @@ def test_a_stop_file_saves_stops_and_is_gone(tmp_path: Path, unbroken: dict[int,
     goes_on(tmp_path, unbroken, stopped)
 
 
+def test_a_stop_file_from_before_does_not_stop_a_new_session(tmp_path: Path) -> None:
+    (tmp_path / RUN).mkdir(parents=True)
+    (tmp_path / RUN / "STOP").touch()
+    done = overland(*WORDS, *steps(3), cwd=tmp_path, NGPU="1")
+    assert f"note: removed {RUN}/STOP, left from before; it would have stopped" in done.stderr
+    assert not (tmp_path / RUN / "STOP").exists()
+
+
 def test_a_session_ends_when_its_time_is_over(tmp_path: Path) -> None:
     words = [*WORDS, *steps(100_000), "checkpoint.stop_after_minutes=0.02"]
     done = overland(*words, cwd=tmp_path, NGPU="1", code=STOPPED)

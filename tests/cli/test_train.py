@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from overland.cli import train
-from overland.world import World
+from overland.world import World, signals
 from overland.world.heartbeat import Heartbeat
 from overland.world.signals import LAUNCHED
 from tests.cli.processes import (
@@ -141,6 +141,14 @@ def test_a_runs_config_resumes_it_from_another_folder(
     assert f"Nothing left to do: {run} is at step 8 of 8." in done.stdout
     assert f"note: {run}/config.toml: resumes the run in {run}" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_has_done_more_than_is_asked_for_says_so(quickstart: tuple[Path, str]) -> None:
+    folder, _ = quickstart
+    words = ["train", "runs/quickstart/config.toml", "training.steps=6"]
+    done = overland(*words, "lr_scheduler.total_steps=8", cwd=folder, NGPU="1")
+    told = "Nothing left to do: runs/quickstart has done 8 steps, and training.steps = 6; raise it"
+    assert told in done.stdout
 
 
 def test_more_steps_go_on_where_the_run_ended(quickstart: tuple[Path, str]) -> None:
@@ -306,6 +314,21 @@ def run_train_sh(cwd: Path, *words: str, **env: str) -> subprocess.CompletedProc
         [str(ROOT / "run_train.sh"), *words], cwd=cwd, env=environment(PATH=path, **env),
         capture_output=True, text=True, timeout=LIMIT_SECONDS,
     )  # fmt: skip
+
+
+def test_a_signal_during_the_start_of_a_resumed_run_says_which_step_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "run_rank", lambda *_: None)
+    monkeypatch.setattr(signals, "_words", "nothing is saved")
+    train.train_here("quickstart", [], World(), Heartbeat())
+    assert signals._words == "nothing is saved"
+    for name in ("step_5", "step_7.preempt"):
+        (tmp_path / "runs" / "quickstart" / "checkpoint" / name).mkdir(parents=True)
+        (tmp_path / "runs" / "quickstart" / "checkpoint" / name / "COMMITTED").touch()
+    train.train_here("quickstart", [], World(), Heartbeat())
+    assert signals._words == "stopped before the next step; step 7 is saved"
 
 
 def test_run_train_sh_in_a_fresh_clone_says_how_to_install(tmp_path: Path) -> None:

@@ -316,6 +316,8 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
         (["--site", "generic-nvidia"],
          "generic-nvidia: the number of devices per node is not known; give --devices-per-node\n"
          "generic-nvidia: the walltime limit is not known; give --time HH:MM:SS"),
+        (["--site", "generic-cpu"],
+         "generic-cpu: the walltime limit is not known; give --time HH:MM:SS"),
         (["--site", "laptop", "--nodes", "2", "--devices-per-node", "1"],
          "--nodes: laptop is a single machine without a scheduler"),
         (["--site", "frontier", "--account", "a b"], "--account 'a b': expected a single word"),
@@ -323,7 +325,8 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
          "--sessions: frontier does not allow job chains in debug"),
         (["--site", "frontier", "--account", "abc123", "--time", "00:02:00"],
          "--time 00:02:00: ranks stop 3 minutes before the end "
-         "(checkpoint.walltime_margin_minutes), which leaves no time to train"),
+         "(checkpoint.walltime_margin_minutes), which leaves no time to train; raise --time, or "
+         "lower that key"),
         (["--site", "frontier", "--account", "abc123", "--container", "no.sif"],
          "--container no.sif: no such file; build it from the definition in containers/"),
         (["--site", "frontier", "--account", "abc123", "--sbatch", "--export=HF_TOKEN=hf_abc"],
@@ -486,6 +489,25 @@ def test_without_sbatch_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
     said = refusal("quickstart", *words, "job.dump_folder=mine")
     assert said.startswith("sbatch was not found: submit from a login node of frontier")
     assert not (tmp_path / "mine").exists()
+
+
+def test_a_stop_file_from_before_is_removed_unless_a_run_has_yet_to_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "STOP").touch()
+    (tmp_path / "mine" / "owner.json").touch()
+    words = ["--site", "generic-nvidia", "--devices-per-node", "1", "--time", "01:00:00"]
+    training = overland("quickstart", *words, "job.dump_folder=mine")
+    assert training.exit_code == 0, training.output
+    assert (tmp_path / "mine" / "STOP").exists()
+    (tmp_path / "mine" / "owner.json").unlink()
+    done = overland("quickstart", *words, "job.dump_folder=mine")
+    assert f"note: removed {tmp_path}/mine/STOP, left from before; it would have" in done.stderr
+    assert not (tmp_path / "mine" / "STOP").exists()
 
 
 # What the scripts do

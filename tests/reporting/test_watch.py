@@ -226,6 +226,25 @@ def test_what_ended_a_job_from_outside_is_told(
     assert (look(run).state, look(run).because) == ("stopped", what)
 
 
+def test_a_chain_that_ended_early_shows_how_to_resume_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, done=50)
+    end = {"event": "end", "how": "stopped", "step": 50, "what": "step 50"}
+    add_events(run, SESSION, end)
+    (run / "submit").mkdir(exist_ok=True)
+    for number in (2, 10):
+        (run / "submit" / f"{number}.sh").write_text("#SBATCH --job-name=chain\n")
+    in_queue(monkeypatch, [])
+    assert look(run).resume == f"sbatch {run}/submit/10.sh"
+    assert look(run).resume in shown(look(run), 400)
+    in_queue(monkeypatch, [PENDING])
+    assert "sbatch" not in shown(look(run), 400)
+    in_queue(monkeypatch, [])
+    (run / "stopped").write_text("disk full")
+    assert "sbatch" not in shown(look(run), 400), "such a job would only say so again"
+
+
 def test_a_session_that_failed(tmp_path: Path) -> None:
     run = make_run(tmp_path, done=50)
     add_events(run, SESSION, {"event": "end", "how": "failed", "step": 50, "what": "disk full"})

@@ -160,7 +160,7 @@ def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
             f"squeue --me --name={job.name}": "the state of each job",
             f"tail -f {logs}/job-{ids[0]}.log": "the log of the first job",
             f"touch {run}/STOP": "save and stop; the next job in the chain resumes",
-            f"scancel --me --name={job.name}": "cancel the whole chain",
+            f"scancel --me --name={job.name}": "save, and cancel the whole chain",
         }
     return with_comments(lines)
 

@@ -80,6 +80,10 @@ def step_line(seen: RunStatus) -> RenderableType:
     return line
 
 
+def resume_line(seen: RunStatus) -> Text | None:
+    return Text(seen.resume) if seen.resume else None
+
+
 def time_left(seen: RunStatus) -> str:
     if seen.seconds_left is None:
         return ""
@@ -217,6 +221,7 @@ def fault_lines(seen: RunStatus) -> Text | None:
 
 LINES: dict[str, Callable[[RunStatus], RenderableType | None]] = {
     "step": step_line,
+    "to resume": resume_line,
     "loss": loss_line,
     "speed": speed_line,
     "session": session_line,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 import tomllib
 from contextlib import suppress
@@ -84,6 +85,8 @@ class RunStatus:
     state: str = "silent"
     """One of STATES."""
     because: str = ""
+    resume: str = ""
+    """The command that resumes a run whose chain of jobs has ended before the last step."""
     last_sign: float | None = None
     description: str = ""
     step: int = 0
@@ -204,6 +207,8 @@ class Watch:
             seen.slowest, seen.late, seen.checkpoints.saving = None, [], None
         elif isinstance(live.get("transfer"), dict):
             seen.transfer = live["transfer"]
+        if seen.state == "stopped" and not seen.queue:
+            seen.resume = command_to_resume(self.run)
         pace = self.history.pace or live.get("step_seconds")
         if pace and seen.steps and seen.state != "finished":
             seen.seconds_left = max(0, seen.steps - seen.step) * pace
@@ -314,12 +319,25 @@ def owner_lives(owner: Event, now: float) -> bool:
 
 def jobs_to_ask_for(run: Path, job: str | None) -> str | None:
     """Returns the squeue option that selects this run's jobs; jobs of a chain share a name."""
-    scripts = [path for path in run.glob("submit/*.sh") if path.stem.isdecimal()]
-    for script in sorted(scripts, key=lambda path: -int(path.stem))[:1]:
+    if script := newest_script(run):
         named = re.search(r"^#SBATCH --job-name=(\S+)$", _read_text(script), flags=re.MULTILINE)
         if named:
             return f"--name={named[1]}"
     return f"--jobs={job}" if job else None
+
+
+def command_to_resume(run: Path) -> str:
+    """Returns the command that submits a run's newest script again; "" if there is none, or if the
+    run has failed for good, which such a job would only report."""
+    script = newest_script(run)
+    if script is None or "#SBATCH" not in _read_text(script) or (run / STOPPED).exists():
+        return ""
+    return f"sbatch {shlex.quote(str(script))}"
+
+
+def newest_script(run: Path) -> Path | None:
+    scripts = [path for path in (run / SUBMITTED).glob("*.sh") if path.stem.isdecimal()]
+    return max(scripts, key=lambda path: int(path.stem), default=None)
 
 
 def started_after(job: QueuedJob, sign: float) -> bool:

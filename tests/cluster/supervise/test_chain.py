@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import environment, losses, overland
+from overland.checkpoint.folder import latest_checkpoint
+from tests.cli.processes import environment, losses, overland, wait_for_step
 from tests.cluster.slurm import Slurm
 from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
 
@@ -131,3 +132,16 @@ def test_a_folder_takes_the_jobs_of_one_name(slurm: Slurm, tmp_path: Path) -> No
     slurm.run("scancel", str(run.jobs[0]))
     assert "as second" in overland(*words, cwd=run.folder, **env).stdout
     slurm.run("scancel", "--me", "--name=second")
+
+
+def test_cancelling_a_chain_saves_first(slurm: Slurm, tmp_path: Path) -> None:
+    flags = ["--time", "00:10:00", "--no-preflight", "--sessions", "2", "--name", "cancelled"]
+    run = SubmittedRun(slurm, tmp_path / "run", 5000, 1, *flags)
+    wait_for_step(run.root / "metrics.jsonl", 4)
+    slurm.run("scancel", "--me", "--name=cancelled")
+    states = [state_of(slurm.wait_for(job)) for job in run.jobs]
+    assert states == ["CANCELLED", "CANCELLED"]
+    saved = latest_checkpoint(run.root / "checkpoint")
+    assert saved is not None
+    assert saved.name.endswith(".preempt")
+    assert f"no job of the chain is left; to resume: sbatch {run.root}" in run.log(run.jobs[0])

@@ -72,3 +72,27 @@ def test_who_ended_a_job_from_outside_is_written_at_once(
         assert supervisor.reason_to_end() == f"{words}; the last checkpoint is kept"
     [event] = read_events(tmp_path)
     assert (event["event"], event["signal"], event["what"]) == ("signal", "SIGTERM", words)
+
+
+@pytest.mark.parametrize(
+    ("queued", "words"),
+    [
+        ("8\n9", "the next job of the chain, 8, resumes it"),
+        ("", "no job of the chain is left; to resume: sbatch {run}/submit/1.sh"),
+    ],
+)
+def test_a_job_that_stops_early_says_how_the_run_is_resumed(
+    queued: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scontrol_says("Restarts=0", tmp_path, monkeypatch)
+    (tmp_path / "squeue").write_text(f'#!/bin/bash\necho -n "{queued}"\n')
+    (tmp_path / "squeue").chmod(0o755)
+    job = Supervised(tmp_path, tmp_path / "submit" / "1.toml", 100, ["srun"], 1, 1)
+    roster = Roster(["n1"], wanted=1, batch_host="n1")
+    supervisor = Supervisor(job, {"SLURM_JOB_ID": "7"}, roster, Logbook(tmp_path, "7"))
+    assert supervisor.stop("step 50") == 0
+    assert words.format(run=tmp_path) in capsys.readouterr().out

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import statistics
 import time
@@ -32,6 +33,7 @@ from overland.slurm import (
     may_requeue,
     requeue,
     shun,
+    waiting_jobs,
     was_requeued,
 )
 from overland.tools.jobs.supervise.attempt import (
@@ -114,14 +116,15 @@ class Supervisor:
             if untested:
                 self.test_nodes()
             if reason := self.reason_to_end():  # one may have come up meanwhile
-                return self.end("stopped", reason)
+                return self.stop(reason)
             nodes = self.roster.choose()
             if nodes is None:
                 return self.not_enough_nodes()
             how = self.attempt(nodes)
             if not isinstance(how, Fault):
                 why = f": {self.why_asked}" if self.why_asked and how == "stopped" else ""
-                return self.end(how, f"step {self.furthest}{why}")
+                what = f"step {self.furthest}{why}"
+                return self.stop(what) if how == "stopped" else self.end(how, what)
             answer = self.answer(how)
             if answer.action == "stop":
                 return self.end("failed", answer.reason)
@@ -131,7 +134,7 @@ class Supervisor:
                 self.end("stopped", answer.reason, suspects=self.suspects())
                 return 1  # this job made no progress, whatever the next one will do
             if answer.action == "next session":
-                return self.end("stopped", answer.reason)
+                return self.stop(answer.reason)
             if self.job.lacks_room(how):
                 self.wait_for_room()
             self.pause(answer.pause_seconds)
@@ -335,6 +338,17 @@ class Supervisor:
         """Returns nodes to blame for attempts of this job that made no new step."""
         failures = [past for past in self.streak if past.is_barren and past.session == self.session]
         return list(dict.fromkeys(node for past in failures for node in past.nodes))
+
+    def stop(self, what: str) -> int:
+        """Ends this job before the last step, and says in its log how the run is resumed."""
+        code = self.end("stopped", what)
+        waiting = waiting_jobs(self.env)
+        if waiting:
+            tell(f"the next job of the chain, {waiting[0]}, resumes it")
+        elif waiting is not None:
+            script = self.job.config.with_suffix(".sh")
+            tell(f"no job of the chain is left; to resume: sbatch {shlex.quote(str(script))}")
+        return code
 
     def end(
         self,
