@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -64,7 +64,7 @@ from overland.training.opening import opening
 from overland.training.readme import model_name, write_readme
 from overland.training.reference import Reference, reference_for
 from overland.training.resume import policy_of_the_resumed, start_from
-from overland.training.schedule import with_steps
+from overland.training.schedule import changed_rate, with_steps
 from overland.training.screen import Screen
 from overland.training.sessions import SessionFile
 from overland.training.sparsity import Sparsity
@@ -99,6 +99,8 @@ class Run:
     saved_step: int = -1
     resumed_own: bool = False
     """Whether this session resumed a checkpoint of its own run folder."""
+    resumed_config: Mapping[str, Any] = field(default_factory=dict)
+    """The config that the resumed checkpoint was saved with."""
     origin: Origin | None = None
     """Where to find the frozen weights that checkpoints leave out."""
     start_marks: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -230,6 +232,8 @@ def build_run(
     counting = "counting the rows in an epoch" if config.training.epochs is not None else ""
     beat.enter(Phase.BUILDING, doing=counting)
     config = run.config = with_steps(config, run.dataset, place)
+    if note := changed_rate(run.progress.step, run.resumed_config, config):
+        report(f"note: {note}")
     if splits(mesh, config):
         accumulates = rows // mesh.dp_size > config.training.local_batch_size
         reduce = getattr(torch, config.training.mixed_precision_reduce)

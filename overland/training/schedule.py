@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from pydantic import ValidationError
+
+from overland.config.errors import show_value
 from overland.config.schema import JobConfig, Training
 from overland.data import registry
 from overland.data.blocks import BlockStream
@@ -21,7 +25,7 @@ from overland.data.prepare import Dataset, training_data
 from overland.data.registry import sources_of
 from overland.data.sources.array_list import is_array_list
 from overland.errors import DataError
-from overland.words import number_of
+from overland.words import any_of, number_of
 
 ROUND_SECONDS = 10.0  # between messages to the waiting ranks, so that no collective times out
 
@@ -45,6 +49,37 @@ def learning_rate(step: int, config: JobConfig) -> float:
         return peak
     progress = min(1.0, (step - start) / max(1, total - start))
     return peak * (lowest + (1 - lowest) * _remaining(progress, settings.decay_type))
+
+
+def changed_rate(step: int, before: Mapping[str, Any], config: JobConfig) -> str:
+    """Returns a note if the next update, number `step`, has another learning rate than with the
+    config that the resumed checkpoint was saved with; empty if it has not."""
+    if not before or not 0 < step < config.training.steps:
+        return ""
+    sections = ("training", "optimizer", "lr_scheduler")
+    try:
+        earlier = JobConfig.model_validate({name: before[name] for name in sections})
+    except (KeyError, ValidationError):  # from another version
+        return ""
+    if math.isclose(learning_rate(step, earlier), learning_rate(step, config)):
+        return ""
+    totals = [one.lr_scheduler.total_steps or one.training.steps for one in (earlier, config)]
+    has_other_length = totals[0] != totals[1]
+    keys = [*(["training.steps"] if has_other_length else []), "optimizer.lr"]
+    keys += [f"lr_scheduler.{name}" for name in type(config.lr_scheduler).model_fields]
+    changes = []
+    for key in keys:
+        section, _, name = key.partition(".")
+        old, new = (getattr(getattr(one, section), name) for one in (earlier, config))
+        if old != new:
+            changes.append(f"{key} ({show_value(old)} → {show_value(new)})")
+    note = (
+        f"the schedule has changed with {any_of(changes, 'and')}: the learning rate was "
+        f"{learning_rate(step - 1, earlier):.2e} and is now {learning_rate(step, config):.2e}"
+    )
+    if has_other_length:
+        note += f"; lr_scheduler.total_steps = {totals[0]} keeps the earlier one"
+    return note
 
 
 def _remaining(progress: float, decay_type: str) -> float:

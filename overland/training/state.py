@@ -175,6 +175,7 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
         check_same_start(run, facts, path)
         run.progress.restore(facts["progress"])
         run.saved_step = run.progress.step
+        run.resumed_config = facts.get("config") or {}
         if run.guard is not None:
             run.guard.restore(facts.get("spike_guard") or [])
         _restore_random(run, checkpoint)

@@ -394,6 +394,7 @@ def test_what_changed_since_the_save_is_told(ranks: RankPool, tmp_path: Path) ->
     _, said = ranks.run(1, start, other)[0]
     text = "\n".join(said)
     assert "optimizer.lr is 0.005; it was 0.01 when the checkpoint was saved" in text
+    assert "the schedule has changed with optimizer.lr (0.01 → 0.005): the learning rate" in text
     assert "from batch 3 on, the data changes: document_mask False → True" in text
 
 

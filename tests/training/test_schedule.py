@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from overland.config.schema import JobConfig
-from overland.training.schedule import learning_rate
+from overland.training.schedule import changed_rate, learning_rate
 
 
 def rates(steps: int = 100, **scheduler: object) -> list[float]:
@@ -55,3 +55,27 @@ def test_a_schedule_may_be_longer_or_shorter_than_the_run() -> None:
     assert rates(total_steps=200)[100] == pytest.approx(1 - 90 / 190)
     assert rates(total_steps=50)[60] == 0.0
     assert rates(steps=5)[4] == pytest.approx(5 / 11)
+
+
+def test_a_resumed_run_is_told_when_its_learning_rate_jumps() -> None:
+    def config(steps: int, lr: float = 1e-3, **scheduler: object) -> JobConfig:
+        return JobConfig.model_validate(
+            {
+                "training": {"steps": steps},
+                "optimizer": {"lr": lr},
+                "lr_scheduler": {"warmup_steps": 0, **scheduler},
+            }
+        )
+
+    before = config(60).model_dump(mode="json")
+    note = changed_rate(60, before, config(80))
+    assert note == (
+        "the schedule has changed with training.steps (60 → 80): the learning rate was 1.67e-05 "
+        "and is now 2.50e-04; lr_scheduler.total_steps = 60 keeps the earlier one"
+    )
+    assert changed_rate(60, before, config(80, total_steps=60)) == ""
+    assert changed_rate(30, before, config(60)) == ""
+    assert "optimizer.lr (0.001 → 0.002): the" in changed_rate(30, before, config(60, lr=2e-3))
+    assert changed_rate(60, before, config(60, lr=2e-3)) == ""  # there is no next step
+    assert changed_rate(60, {}, config(80)) == ""
+    assert changed_rate(60, {"training": {"steps": "many"}}, config(80)) == ""
