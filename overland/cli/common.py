@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, ParamSpec, TypeVar
@@ -12,6 +14,7 @@ import typer
 
 from overland.errors import OverlandError, sentence
 from overland.words import visible
+from overland.world.signals import ERRORS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +32,11 @@ def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
             if not is_user_error(error):
                 raise
             # It may quote names from untrusted files, which could hold terminal escape codes.
-            print(visible(sentence(error)), file=sys.stderr)
+            words = visible(sentence(error))
+            print(words, file=sys.stderr)
+            if place := os.environ.get(ERRORS):
+                with contextlib.suppress(OSError), open(place, "a", encoding="utf-8") as file:
+                    file.write(f"{words}\n")
             raise typer.Exit(getattr(error, "exit_code", OverlandError.exit_code)) from None
 
     return guarded

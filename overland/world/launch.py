@@ -1,7 +1,8 @@
 """Starts one process per local device and waits for them.
 
 A rank that should not print (`LOG_RANK`) writes to `logs/rank_N.log` in the run folder. The first
-rank to fail ends the others, and the end of its log is shown. Ctrl-C reaches all ranks through the
+rank to fail ends the others, and the end of its log is shown, unless it is an error that another
+rank has already printed. Ctrl-C reaches all ranks through the
 terminal: they finish their step, save and exit; a second one ends them at once. Closing the
 terminal also makes them save and exit, by SIGHUP.
 """
@@ -22,6 +23,7 @@ from types import FrameType
 from overland.processes import PYTHON
 from overland.world.signals import (
     ENDED_AT_ONCE,
+    ERRORS,
     INTERRUPTED,
     LAUNCHED,
     SAME_PRESS_SECONDS,
@@ -55,11 +57,15 @@ def launch_local(
     logs = {rank: log_folder / f"rank_{rank}.log" for rank in range(num_ranks)}
     before = {rank: log.stat().st_size for rank, log in logs.items() if log.exists()}
 
+    errors = log_folder / ".errors"
+    errors.unlink(missing_ok=True)
+
     ranks: list[subprocess.Popen[bytes]] = []
     for rank in range(num_ranks):
         env = {**shared_env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [*PYTHON, "-m", "overland", *arguments]
         if rank in log_ranks:
+            env[ERRORS] = str(errors.absolute())
             ranks.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_launcher()))
         else:
             with logs[rank].open("ab") as log:
@@ -74,6 +80,8 @@ def launch_local(
                 )
     with _interrupts_go_to(ranks) as passing:
         failed = _wait(ranks)
+    printed = errors.read_text(encoding="utf-8").strip() if errors.exists() else ""
+    errors.unlink(missing_ok=True)
     if passing.interrupts > 1 or failed is not None:  # the rank that drew there may be gone
         restore_terminal()
     if passing.interrupts > 1:
@@ -83,7 +91,7 @@ def launch_local(
         return max(rank.returncode for rank in ranks)
     code = ranks[failed].returncode
     if failed not in log_ranks:
-        _show_end_of(logs[failed], failed, before.get(failed, 0))
+        _show_end_of(logs[failed], failed, before.get(failed, 0), printed)
     if code < 0:
         print(f"rank {failed} was ended by {signal.Signals(-code).name}", file=sys.stderr)
     return code if code > 0 else 128 - code
@@ -175,9 +183,13 @@ class _interrupts_go_to:
                 rank.send_signal(number)
 
 
-def _show_end_of(log: Path, rank: int, start: int) -> None:
-    """Prints the end of a log. What was in it before `start` belongs to an earlier session."""
+def _show_end_of(log: Path, rank: int, start: int, printed: str) -> None:
+    """Prints the end of a log, unless it is the error that another rank has printed. What was in it
+    before `start` belongs to an earlier session."""
     with log.open("rb") as file:
         file.seek(start)
-        lines = file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        text = file.read().decode(errors="replace").strip()
+    if printed and text.endswith(printed):
+        return
+    lines = text.splitlines()[-LOG_TAIL_LINES:]
     print(f"rank {rank} failed; the end of {log}:", *lines, sep="\n  ", file=sys.stderr)

@@ -26,6 +26,8 @@ ENDED_AT_ONCE = "ended at once; the last checkpoint is kept"  # printed after a 
 # and ends all ranks at a second Ctrl-C: if one left first, the collectives of the others would
 # fail.
 LAUNCHED = "OVERLAND_LAUNCHED"
+# The file in which ranks that print also note their errors, for their launcher.
+ERRORS = "OVERLAND_ERRORS"
 # A terminal that is closed, or an ssh connection that breaks, sends SIGHUP; nohup ignores it.
 IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 HANGUP = () if IS_IGNORED else (signal.SIGHUP,)

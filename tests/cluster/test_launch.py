@@ -85,6 +85,23 @@ def test_a_free_port_can_be_bound() -> None:
         server.bind(("127.0.0.1", free_port()))
 
 
+def test_an_error_that_all_ranks_find_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logs = tmp_path / "logs"
+    assert launch_local(["check", "not_here.toml"], 1, [0], logs) == 2
+    printed = capfd.readouterr().err.strip()
+    assert "not_here.toml" in printed
+    assert list(logs.iterdir()) == []
+    log = logs / "rank_1.log"
+    log.write_text(f"a warning\n{printed}\n")
+    _show_end_of(log, 1, 0, printed)
+    assert capfd.readouterr().err == ""
+    assert launch_local(["check", "not_here.toml"], 2, [0], logs) != 0
+    assert capfd.readouterr().err.count(printed) == 1
+
+
 def test_the_end_of_a_log_is_of_this_session(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +110,7 @@ def test_the_end_of_a_log_is_of_this_session(
     before = log.stat().st_size
     with log.open("a") as file:
         file.write("this error\n")
-    _show_end_of(log, 1, before)
+    _show_end_of(log, 1, before, "another error")
     said = capsys.readouterr().err
     assert "this error" in said
     assert "an earlier error" not in said
