@@ -28,8 +28,10 @@ def train(
         str | None, typer.Option(help="auto, none, or the path of a checkpoint.")
     ] = None,
     skip_optimizer: Annotated[
-        bool,
-        typer.Option("--skip-optimizer", "--skip_optimizer", help="Resume with a fresh optimizer."),
+        bool, typer.Option("--skip-optimizer", help="Resume with a fresh optimizer.")
+    ] = False,
+    skip_optimizer_before: Annotated[  # the spelling of earlier versions
+        bool, typer.Option("--skip_optimizer", hidden=True)
     ] = False,
 ) -> None:
     """Train a model: overland train CONFIG [section.key=value ...]
@@ -47,7 +49,9 @@ def train(
 
     source, arguments = split_settings(settings)
     arguments += [f"checkpoint.resume={resume}"] if resume is not None else []
-    arguments += ["checkpoint.skip_optimizer=true"] if skip_optimizer else []
+    arguments += (
+        ["checkpoint.skip_optimizer=true"] if skip_optimizer or skip_optimizer_before else []
+    )
     world = find_world()
     if world is not None:
         export_world(world)
