@@ -1,4 +1,4 @@
-"""`overland data`: inspects a corpus, previews batches, and pre-tokenises."""
+"""`overland data`: inspects a corpus, previews batches, and pre-tokenizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAR_WIDTH = 40
 SAMPLE_CHARACTERS = 160
 SAMPLE_TOKENS = 24
 
-ABOUT = "Inspect a corpus, preview what the model sees, or pre-tokenise it."
+ABOUT = "Inspect a corpus, preview what the model sees, or pre-tokenize it."
 
 app = typer.Typer(help=ABOUT, no_args_is_help=True, rich_markup_mode=None)
 app.command()(build)
@@ -62,9 +62,9 @@ def inspect(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Read a corpus once and summarise what it holds."""
+    """Read a corpus once and summarize what it holds."""
     from overland.data.sources.source import BadDocument
-    from overland.data.sources.summary import TokenCount, document_hash, summarise
+    from overland.data.sources.summary import TokenCount, document_hash, summarize
 
     found: list[str] = []
     each: Callable[[Document], None] = lambda document: None
@@ -82,7 +82,7 @@ def inspect(
     visible = not hashes or as_json or not sys.stdout.isatty()
     with progress_bar("chunks", visible=visible) as bar:
         try:
-            summary = summarise(source, samples, each, bar)
+            summary = summarize(source, samples, each, bar)
         except BadDocument as error:
             raise BadDocument(f"{error}; --skip-bad skips it") from None
     if count is not None:

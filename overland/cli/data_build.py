@@ -1,4 +1,4 @@
-"""`overland data build`: tokenises any corpus into shards, in one go or in parts."""
+"""`overland data build`: tokenizes any corpus into shards, in one go or in parts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def build(
     eos: Annotated[bool, typer.Option(help="End each document with the EOS token.")] = True,
     processes: Annotated[
         int | None,
-        typer.Option(help="Number of tokeniser processes.", min=1, show_default="one per core"),
+        typer.Option(help="Number of tokenizer processes.", min=1, show_default="one per core"),
     ] = None,
     part: Annotated[
         str | None,
@@ -82,7 +82,7 @@ def build(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Tokenise a corpus into shards ahead of training. Run again to resume an interrupted build."""
+    """Tokenize a corpus into shards ahead of training. Run again to resume an interrupted build."""
     from overland.config.schema import Data
     from overland.data import build as builder
     from overland.data.corpus_folder import read_layout

@@ -32,7 +32,7 @@ def preview(
     rows: Annotated[int, typer.Option(help="Number of rows to show.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
 ) -> None:
-    """Show exactly what the model sees at a step: one colour per document, dim where no loss is
+    """Show exactly what the model sees at a step: one color per document, dim where no loss is
     taken. In conversations, only what is learned is bright, and special tokens are reversed."""
     from rich.console import Console
 
@@ -141,8 +141,8 @@ def place_of(part: dict[str, Any]) -> str:
 
 
 def render(page: dict[str, Any], step: int, marks: bool = False) -> Text:
-    """Returns a row in colours: one per document, dim where no loss is taken. With `marks`, for
-    terminals without colours, what is learned in conversations is put between marks."""
+    """Returns a row in colors: one per document, dim where no loss is taken. With `marks`, for
+    terminals without colors, what is learned in conversations is put between marks."""
     from rich.text import Text
 
     text = Text()

@@ -78,7 +78,7 @@ NO_MATTER = {
 }  # fmt: skip
 EXPRESSIONS = ("targets", "exclude", "rank_pattern", "alpha_pattern")
 MOST_REPEATS = 6  # each one multiplies the cost of a match by up to the length of a name
-# These initialisations change the frozen weights, and the adapter's file does not contain the
+# These initializations change the frozen weights, and the adapter's file does not contain the
 # change.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 

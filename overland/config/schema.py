@@ -152,7 +152,7 @@ class Training(Section):
     """Optimizer steps to train for."""
     epochs: PositiveFloat | None = None
     """Passes over the data, instead of steps; may be fractional, such as 0.5. Needs a single
-    source, whose rows are counted before training starts; text is tokenised first."""
+    source, whose rows are counted before training starts; text is tokenized first."""
     last_batch: Literal["pad", "drop"] = "pad"
     """With epochs, if the data does not fill the last batch: pad it with rows that do not count, or
     drop it."""
@@ -293,7 +293,7 @@ class Metrics(Section):
     """Peak FLOP/s of a device, used to compute MFU; default: the vendor's figure, for known
     devices."""
     disable_color_printing: bool = False
-    """Print to the console without colours."""
+    """Print to the console without colors."""
     sample_prompt: str = ""
     """Prompt for a sample after the last step: a text to continue, or a question for a model
     trained on conversations; with model.from, also before the first step. Empty: no sample."""
@@ -493,7 +493,7 @@ class Images(Section):
     """Height and width to zero-pad images to; larger images are an error. Default: no padding, and
     all images must have the same size."""
     instance_norm: bool = False
-    """Normalise each channel of each image to mean 0 and variance 1, after padding."""
+    """Normalize each channel of each image to mean 0 and variance 1, after padding."""
     segment_size: PositiveInt | None = None
     """Images per segment, the unit in which iter_state_dict.pt records progress through an epoch
     (with checkpoint.full_format = "torch"); default: one segment per epoch."""
@@ -527,7 +527,7 @@ class Data(Section):
     """With trunc or overflow: batch sequences of similar length, and leave out the padding that all
     of them share."""
     window_documents: PositiveInt = 100_000
-    """Approximate number of documents that are shuffled together; kept tokenised on disk."""
+    """Approximate number of documents that are shuffled together; kept tokenized on disk."""
     add_bos: bool | None = None
     """Begin each document with the BOS token. Not set: as the tokenizer does (by add_bos_token in
     tokenizer_config.json or its post-processor; Llama 2 and 3 do); a resumed run or an existing
@@ -543,13 +543,13 @@ class Data(Section):
     skip and count them. Empty texts are always skipped and counted, and a file that cannot be read
     is always an error."""
     cache_folder: PathText | None = None
-    """Folder for text that is tokenised ahead of training: shared, or local to each node (such as
+    """Folder for text that is tokenized ahead of training: shared, or local to each node (such as
     /tmp/overland); default: data.folder."""
     cache_gb: PositiveFloat = 100.0
     """Size limit of that cache in GB; corpora from `overland data build` do not count."""
     tokenise_processes: NonNegativeInt | None = None
-    """Background processes per node that tokenise ahead, divided among the sources, with at least
-    one each; default: half of the cores, at most 16; 0: ranks tokenise what they need."""
+    """Background processes per node that tokenize ahead, divided among the sources, with at least
+    one each; default: half of the cores, at most 16; 0: ranks tokenize what they need."""
     read_ahead: PositiveInt = 4
     """Number of batches to prepare in advance."""
 

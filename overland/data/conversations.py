@@ -120,7 +120,7 @@ class Columns:
         return f"{WORDS[self.shape]} in {columns} {any_of(names, 'and')}"
 
 
-def recognise(
+def recognize(
     where: object,
     records: Sequence[Record],
     wanted: Shape | None = None,

@@ -61,7 +61,7 @@ class Preparer:
 
     once: Callable[[Callable[[], T]], T] = lambda make: make()
     """Runs a function on the first rank only; all ranks get its result, or its error."""
-    tokenises: bool = True
+    tokenizes: bool = True
     """Whether this rank runs background processes; one rank per node does."""
     report: Callable[[str], None] = lambda message: None
     tokenizer: Path | None = None
@@ -196,7 +196,7 @@ def reopen_earlier(
     made_by = read_layout(found).tokenizer
     tokenizers = [one for one in _policies(config, tokenizer) if one is not None]
     tokenizer = next((one for one in tokenizers if one.fingerprint == made_by), None)
-    return open_streamed(found, source, tokenizer, config, _processes(config) * preparer.tokenises)
+    return open_streamed(found, source, tokenizer, config, _processes(config) * preparer.tokenizes)
 
 
 def find_corpus(root: Path, fingerprint: str) -> Path | None:
@@ -314,14 +314,14 @@ def _stream(
         return folder.name.rpartition("-")[2]
 
     fingerprint = preparer.once(prepare)
-    if preparer.tokenises and find_corpus(root, fingerprint) is None:
+    if preparer.tokenizes and find_corpus(root, fingerprint) is None:
         prepare()  # this node has a folder of its own
     folder = _wait_for(root, fingerprint, name)
     if not (folder / "shards").exists():
         how = "tokenized" if read_layout(folder).tokenizer is not None else "converted to shards"
         preparer.report(f"{name} is {how} ahead of training, in {folder}")
     return open_streamed(
-        folder, open_source, tokenizer, config, _processes(config) * preparer.tokenises
+        folder, open_source, tokenizer, config, _processes(config) * preparer.tokenizes
     )
 
 

@@ -177,7 +177,7 @@ def build_train_loader(
         debug=Debug(seed=seed),
     )
     local_rank = _from_environment("LOCAL_RANK", "SLURM_LOCALID", 0)
-    place = Preparer(tokenises=local_rank == 0)
+    place = Preparer(tokenizes=local_rank == 0)
     dataset = training_data(config, micro_blocks * world_size, None, place)
     return TrainLoader(dataset, rank, world_size, shifted)
 

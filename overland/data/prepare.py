@@ -246,7 +246,7 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
             corpora[name] = open_named_corpus(
                 table, name, wanted[name], config, tokenizer, vocab_size, Preparer()
             )
-    reopen = partial(reopen_earlier, config, tokenizer, vocab_size, Preparer(tokenises=False))
+    reopen = partial(reopen_earlier, config, tokenizer, vocab_size, Preparer(tokenizes=False))
     corpora = _as_planned(plan, corpora, reopen)
     reading = Reading(plan.seed, True, plan.window_documents, run / "data")
     rows = Sampler(plan, corpora, reading)

@@ -29,7 +29,7 @@ from overland.data.chat import (
     Undecided,
     encode,
 )
-from overland.data.conversations import Columns, Record, conversation, further_keys, recognise
+from overland.data.conversations import Columns, Record, conversation, further_keys, recognize
 from overland.data.preference import PairWriter
 from overland.data.rows import ANSWERS
 from overland.data.shard import TOKENS, WEIGHTS
@@ -192,7 +192,7 @@ def conversations_of(
     assert wanted != "off"
     pairs = config.preference.loss != "off"
     records = _first_records(source)
-    shape = recognise(where, records, wanted, column, pairs)
+    shape = recognize(where, records, wanted, column, pairs)
     writer = writer_for(config, seq_len)
     if writer.template is None and shape.shape in ("messages", "sharegpt", "instruction"):
         raise NoTemplate

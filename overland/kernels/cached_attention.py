@@ -99,7 +99,7 @@ def cached_attention(
 def _turned(
     qkv: Tensor, keys_BKTd: Tensor, cos: Tensor, sin: Tensor, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits [..., E] into [..., heads, d]; normalises and rotates queries and keys."""
+    """Splits [..., E] into [..., heads, d]; normalizes and rotates queries and keys."""
     num_kv_heads, head_dim = keys_BKTd.shape[1], keys_BKTd.shape[3]
     each = qkv.unflatten(-1, (-1, head_dim))
     num_heads = each.shape[-2] - 2 * num_kv_heads

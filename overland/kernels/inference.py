@@ -62,7 +62,7 @@ def add_norm_plain(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns the RMSNorm as in models/decoder.py: normalised in high precision, rounded, then
+    """Returns the RMSNorm as in models/decoder.py: normalized in high precision, rounded, then
     multiplied by the weight."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

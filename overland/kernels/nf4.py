@@ -7,7 +7,7 @@ is stored as
     columns / 2 bytes     two weights each, the first one in the upper half
     columns / 32 bytes    scales, in bfloat16
 
-Rows are independent: however they are sharded, the weights are the same. (QLoRA also quantises the
+Rows are independent: however they are sharded, the weights are the same. (QLoRA also quantizes the
 scales, using their mean over the whole matrix, to save 3 % of these bytes.)
 """
 

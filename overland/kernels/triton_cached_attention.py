@@ -84,7 +84,7 @@ def attend(
 
 @triton.jit
 def _turned(ptr, other, norm_ptr, place, pair, sign, is_inside, cos, sin, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the queries or the key at `ptr`, normalised if requested, and rotated. `pair` is the
+    """Returns the queries or the key at `ptr`, normalized if requested, and rotated. `pair` is the
     position of the dimension that rotates with each one."""
     narrow = ptr.dtype.element_ty
     x = tl.load(ptr + other + place, mask=is_inside, other=0.0).to(tl.float32)

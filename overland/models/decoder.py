@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         return self.config.structure()
 
     def init_rule(self, name: str) -> Rule:
-        """Returns how a parameter is initialised (see init.py)."""
+        """Returns how a parameter is initialized (see init.py)."""
         return decoder_rule(self.config, name)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
@@ -92,7 +92,7 @@ class DecoderModel(nn.Module):
     def __init__(self, config: DecoderConfig, attention: str) -> None:
         super().__init__()
         layers = range(config.num_hidden_layers)
-        # From existing weights: random initialisation on the meta device would import the compiler.
+        # From existing weights: random initialization on the meta device would import the compiler.
         self.embed_tokens: nn.Embedding | None = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
         )
@@ -194,7 +194,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Hugging Face's order: normalise in high precision, round, then multiply by the weight.
+        # Hugging Face's order: normalize in high precision, round, then multiply by the weight.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)

@@ -75,7 +75,7 @@ def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> 
             # Alone on a last pipeline stage, a tied parameter starts like the one it is tied to.
             rule = rule_of(model, ties.get(name, name))
             if not tensor.is_floating_point():
-                tensor.zero_()  # frozen and quantised: such weights are loaded later
+                tensor.zero_()  # frozen and quantized: such weights are loaded later
             elif isinstance(rule, Constant):
                 tensor.fill_(rule.value)
             else:

@@ -1,7 +1,7 @@
 """Rotary embeddings: every type is a set of inverse frequencies and a factor on cos and sin.
 
 Nothing is kept in buffers: the frequencies are a handful of numbers, computed from the config on
-the device in each forward pass, so a model built on the meta device needs no extra initialisation.
+the device in each forward pass, so a model built on the meta device needs no extra initialization.
 Rotation is Hugging Face's: dimension i is rotated together with dimension i + head_dim / 2.
 """
 

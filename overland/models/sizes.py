@@ -37,7 +37,7 @@ ROLES = {
 
 
 def decoder_structure(config: DecoderConfig, plain: bool) -> Structure:
-    """Returns the structure of a decoder. `plain`: the blocks are not customised."""
+    """Returns the structure of a decoder. `plain`: the blocks are not customized."""
     return Structure(
         blocks=("model.layers",),
         before=("model.embed_tokens",),

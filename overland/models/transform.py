@@ -46,7 +46,7 @@ class Transform(ABC):
         return None
 
     def start(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do)
-        """Initialises parameters from the model's own values. Called once these are loaded, on a
+        """Initializes parameters from the model's own values. Called once these are loaded, on a
         whole model or a part of it; not when a run resumes."""
 
 

@@ -154,7 +154,7 @@ def first_words(run: Run) -> dict[Phase, str]:
     is_made = any(isinstance(one, Corpus) and not one.is_complete for one in corpora)
     what = "compiling" if run.config.compile.enable is True else "running the first step"
     return {
-        Phase.DATA: "tokenising the first batch" if is_made else "waiting for the first batch",
+        Phase.DATA: "tokenizing the first batch" if is_made else "waiting for the first batch",
         Phase.COMPUTING: what,
         Phase.REPORTING: what,
     }

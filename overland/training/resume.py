@@ -1,4 +1,4 @@
-"""Where a run starts: from its own checkpoint, from given weights, or from freshly initialised
+"""Where a run starts: from its own checkpoint, from given weights, or from freshly initialized
 ones."""
 
 from __future__ import annotations

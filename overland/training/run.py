@@ -136,7 +136,7 @@ def build_run(
     beat: Heartbeat | None = None,
     screen: Screen | None = None,
 ) -> Run:
-    """Builds the model on the meta device, makes it parallel, allocates and initialises it; then
+    """Builds the model on the meta device, makes it parallel, allocates and initializes it; then
     builds the rest. `screen`: where the run prints; by default, plain lines from `log_ranks`.
     """
     beat = beat or Heartbeat()
@@ -179,7 +179,7 @@ def build_run(
     has_checkpoint = config.checkpoint.resume == "auto" and bool(committed(folder.checkpoints))
     place = Preparer(
         once_for_all,
-        tokenises=world.local_rank == 0,
+        tokenizes=world.local_rank == 0,
         report=report,
         tokenizer=folder.tokenizer if has_checkpoint else None,
         policy=policy_of_the_resumed(config.checkpoint, folder),
@@ -304,7 +304,7 @@ def once_for_all(make: Callable[[], T]) -> T:
 
 
 def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.device) -> None:
-    """Allocates parts that were built on the meta device, and initialises their weights and
+    """Allocates parts that were built on the meta device, and initializes their weights and
     buffers."""
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)

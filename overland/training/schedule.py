@@ -2,7 +2,7 @@
 
 The rate is a pure function of the step, so there is nothing to save or restore. Epochs are turned
 into steps by counting the batches in the data before training starts. If windows of text are
-packed, the number of rows depends on their tokens, so all of the text is tokenised once. The
+packed, the number of rows depends on their tokens, so all of the text is tokenized once. The
 shards are kept, and so are the counts, in the run folder, where a resumed run reads them.
 """
 
@@ -113,7 +113,7 @@ def with_steps(config: JobConfig, dataset: Dataset, place: Preparer) -> JobConfi
 
 
 def known_steps(config: JobConfig, global_batch_size: int) -> int | None:
-    """Returns the number of steps, if it can be known without tokenising anything."""
+    """Returns the number of steps, if it can be known without tokenizing anything."""
     if config.training.epochs is None:
         return config.training.steps
     ((name, wanted),) = ((name, one) for name, one in sources_of(config).items() if one.weight)

@@ -118,8 +118,8 @@ class Walk:
         self.chapter("2. Download model and tokenizer")
         words = ["fetch", "model", MODEL, "--to", "$SCRATCH_ROOT/llama-models-cache"]
         refused = self.overland(*words, code=2, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
-        assert f"accept its licence at {hub.url}/{MODEL}" in refused, refused
-        self.says("Refused as long as the licence is not accepted, with its address. Then:")
+        assert f"accept its license at {hub.url}/{MODEL}" in refused, refused
+        self.says("Refused as long as the license is not accepted, with its address. Then:")
         hub.repos["model", MODEL].gated = False
         self.overland(*words, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
         words = ["fetch", "tokenizer", MODEL, "--to", "$SCRATCH_ROOT/llama-tokenizers-cache"]
@@ -148,7 +148,7 @@ class Walk:
         said = self.overland("check", RECIPE, *SETTINGS, "--world-size", str(self.num_ranks))
         assert "The config is valid." in said
         assert "texts in column text" in said
-        self.says("Valid: the data is recognised as texts, of which every token is learned.")
+        self.says("Valid: the data is recognized as texts, of which every token is learned.")
 
     def submit(self) -> None:
         self.chapter("5. Submit the run")

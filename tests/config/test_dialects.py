@@ -308,7 +308,7 @@ def test_every_key_of_the_stub_is_translated_or_noted(tmp_path: Path) -> None:
             assert path[-1] in text, path
 
 
-def test_a_part_of_the_stubs_yaml_is_recognised(tmp_path: Path) -> None:
+def test_a_part_of_the_stubs_yaml_is_recognized(tmp_path: Path) -> None:
     text = "dist:\n  backend: gloo\noptim:\n  lr: 1e-3\n  leanring: 2\n"
     with pytest.raises(ConfigError, match=r"stub.yaml:5: optimizer.leanring = 2: unknown key"):
         load(tmp_path, text, name="stub.yaml")

@@ -26,7 +26,7 @@ from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.registry import register_source
 from overland.data.shard import open_shard
 from overland.data.sources import open_source
-from overland.data.sources.summary import summarise
+from overland.data.sources.summary import summarize
 from overland.errors import DataError
 from overland.tools.proofs.data import prove_data
 
@@ -269,4 +269,4 @@ def test_a_built_corpus_of_arrays_reads_as_its_source_does(tmp_path: Path) -> No
             np.testing.assert_array_equal(ours[name], values)
     with pytest.raises(DataError, match="contains arrays, but this loader reads tokens"):
         build_train_loader(folder, tokenizer_name=None, strategy="pack", seq_len=8, micro_blocks=1)
-    assert summarise(again).total == 53 * (60 * 4 + 8 + 1)
+    assert summarize(again).total == 53 * (60 * 4 + 8 + 1)

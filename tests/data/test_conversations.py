@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from overland.data.chat import ChatError, Undecided
-from overland.data.conversations import Columns, Conversation, conversation, pair, recognise
+from overland.data.conversations import Columns, Conversation, conversation, pair, recognize
 from overland.errors import DataError
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -17,7 +17,7 @@ SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
 
 
 def told(record: dict[str, Any], **how: Any) -> Conversation:
-    return conversation(record, recognise("file", [record], **how))
+    return conversation(record, recognize("file", [record], **how))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def told(record: dict[str, Any], **how: Any) -> Conversation:
     ],
 )  # fmt: skip
 def test_shapes_are_recognised_by_their_columns(record: dict[str, Any], words: str) -> None:
-    assert str(recognise("file", [record])) == words
+    assert str(recognize("file", [record])) == words
     found = told(record)
     assert [dict(turn) for turn in found.turns] == TURNS
     assert found.weights("assistant") == [0, 1]
@@ -54,34 +54,34 @@ def test_texts_stay_as_they_are() -> None:
 
 def test_a_wish_wins_over_what_is_likelier() -> None:
     record = {"messages": TURNS, "text": "a", "chosen": "b", "rejected": "c", "prompt": "d"}
-    assert recognise("file", [record]).shape == "messages"
-    assert recognise("file", [record], "text") == Columns("text", answer="text")
-    assert recognise("file", [record], pairs=True).shape == "preference"
-    assert recognise("file", [{"said": TURNS}], column="said").turns == "said"
+    assert recognize("file", [record]).shape == "messages"
+    assert recognize("file", [record], "text") == Columns("text", answer="text")
+    assert recognize("file", [record], pairs=True).shape == "preference"
+    assert recognize("file", [{"said": TURNS}], column="said").turns == "said"
     with pytest.raises(
         DataError, match=r"file does not contain questions and answers .sft.shape = 'i"
     ):
-        recognise("file", [record], "instruction")
+        recognize("file", [record], "instruction")
     with pytest.raises(DataError, match="file has no column 'x'; its columns: text"):
-        recognise("file", [{"text": "a"}], column="x")
+        recognize("file", [{"text": "a"}], column="x")
 
 
 def test_columns_of_later_records_count() -> None:
     records = [{"messages": []}, {"messages": SHAREGPT, "tools": "[]"}]
-    assert recognise("file", records) == Columns("sharegpt", "messages", tools="tools")
+    assert recognize("file", records) == Columns("sharegpt", "messages", tools="tools")
 
 
 def test_what_is_nothing_to_learn_from_is_listed() -> None:
     with pytest.raises(DataError, match=r"its columns: url, html\. Expected messages, "):
-        recognise("file", [{"url": "a", "html": "b"}])
+        recognize("file", [{"url": "a", "html": "b"}])
     with pytest.raises(DataError, match="file is empty: it holds no records"):
-        recognise("file", [])
+        recognize("file", [])
     with pytest.raises(DataError, match=r"pairs of a chosen and a rejected .* set preference.loss"):
-        recognise("file", [{"chosen": "a", "rejected": "b"}])
+        recognize("file", [{"chosen": "a", "rejected": "b"}])
     with pytest.raises(
         DataError, match=r"contains texts in column text, but preference.loss needs"
     ):
-        recognise("file", [{"text": "a"}], pairs=True)
+        recognize("file", [{"text": "a"}], pairs=True)
 
 
 def test_a_system_prompt_and_tools_of_their_own_columns() -> None:
@@ -110,12 +110,12 @@ def test_pairs_share_their_prompt() -> None:
         {"chosen": TURNS, "rejected": [USER, other]},
         {"messages": [USER], "chosen": BOT, "rejected": other},
     ):
-        one, two = pair(record, recognise("file", [record], pairs=True))
+        one, two = pair(record, recognize("file", [record], pairs=True))
         assert one.turns == (USER, BOT)
         assert two.turns == (USER, other)
         assert (one.num_given, two.num_given) == (1, 1)
     texts = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    one, two = pair(texts, recognise("file", [texts], pairs=True))
+    one, two = pair(texts, recognize("file", [texts], pairs=True))
     assert (one.texts, two.texts) == (("a", "b"), ("a", "c"))
 
 
@@ -211,6 +211,6 @@ def test_a_turn_that_cannot_be_used_is_named(turns: Any, words: str) -> None:
     ],
 )
 def test_a_column_that_cannot_be_used_is_named(record: dict[str, Any], words: str) -> None:
-    columns = recognise("file", [dict.fromkeys(record, "a")])
+    columns = recognize("file", [dict.fromkeys(record, "a")])
     with pytest.raises(ChatError, match=words):
         conversation(record, columns)

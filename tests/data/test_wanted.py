@@ -141,16 +141,16 @@ def test_hard_links_to_what_is_trained_on_are_found(tmp_path: Path) -> None:
 
 
 def test_copies_of_what_is_trained_on_are_found(tmp_path: Path) -> None:
-    licence, text = "Copying is allowed.", "".join(f"line {i}\n" for i in range(1000))
+    terms, text = "Copying is allowed.", "".join(f"line {i}\n" for i in range(1000))
     for name in ("mine", "held"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "licence.txt").write_text(licence)
+        (tmp_path / name / "license.txt").write_text(terms)
         (tmp_path / name / f"{name}.txt").write_text(text.replace("line", name))
     both = {
         "training": {"dataset_path": str(tmp_path / "mine")},
         "validation": {"dataset_path": str(tmp_path / "held")},
     }
-    check_held_out(config_of(**both))  # of the same size, and a licence that both have
+    check_held_out(config_of(**both))  # of the same size, and a license that both have
     (tmp_path / "held" / "copy.txt").write_text(text.replace("line", "mine"))
     with pytest.raises(DataError, match=r"copy\.txt, which is also training data"):
         check_held_out(config_of(**both))
@@ -163,9 +163,9 @@ def test_a_corpus_is_known_by_the_files_that_it_was_built_from(tmp_path: Path) -
         places[name] = write_lines(tmp_path / name, num_files)
         corpus = lay_out(name, lines_of(places[name]), tokenizer, tmp_path / "built")
         places[f"{name} built"] = corpus
-    # A licence that both have is not what a model learns by heart.
+    # A license that both have is not what a model learns by heart.
     for name in ("mine", "held"):
-        (places[name] / "licence.jsonl").write_text('{"text": "a"}\n')
+        (places[name] / "license.jsonl").write_text('{"text": "a"}\n')
 
     def check(trained: str, held: str) -> None:
         training, validation = ({"dataset_path": str(places[one])} for one in (trained, held))

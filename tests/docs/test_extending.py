@@ -71,7 +71,7 @@ def test_the_model_is_the_one_that_was_trained_and_exported(folder: Path) -> Non
     assert by_step[20] < 0.8 * by_step[5]
 
 
-def test_the_source_is_what_was_tokenised(folder: Path) -> None:
+def test_the_source_is_what_was_tokenized(folder: Path) -> None:
     (shard,) = (folder / "data").glob("sums-*/shards/*/*.shard")
     assert open_shard(shard).info.num_documents == 300
 

@@ -1,4 +1,4 @@
-"""What is installed, under which licence, and what it promises."""
+"""What is installed, under which license, and what it promises."""
 
 from __future__ import annotations
 

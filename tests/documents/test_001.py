@@ -112,7 +112,7 @@ FILES = {
     "tokenizer.json": b"{}",
     "model-00001-of-00001.safetensors": b"weights",
     "model.safetensors.index.json": b"{}",
-    "LICENSE": b"a licence",
+    "LICENSE": b"a license",
     "original/tokenizer.model": b"ranks",
 }
 DOWNLOAD = "scripts/download_hf_assets.py"
@@ -129,7 +129,7 @@ def test_assets_of_a_gated_model_come_with_a_token_of_the_environment(
     copied("torchtitan", tmp_path)
     hub.add(MODEL, FILES, gated=True)
     refused = overland(DOWNLOAD, cwd=tmp_path, code=2, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
-    assert f"accept its licence at {hub.url}/{MODEL}" in refused.stderr
+    assert f"accept its license at {hub.url}/{MODEL}" in refused.stderr
     assert downloaded(tmp_path / "assets") == set()
     hub.repos["model", MODEL].gated = False
     hub.repos["model", MODEL].private = True

@@ -190,7 +190,7 @@ def test_download_tokenizer_brings_it_where_the_configs_look(hub: Hub, tmp_path:
     repo = hub.add(name, {"original/tokenizer.model": ranks, "tokenizer.json": b"{}"}, gated=True)
     env = {"HF_ENDPOINT": hub.url}
     refused = shown(DOWNLOAD_TOKENIZER, tmp_path, code=2, env=env, TOKEN=TOKEN)
-    assert f"accept its licence at {hub.url}/{name}" in refused.stderr
+    assert f"accept its license at {hub.url}/{name}" in refused.stderr
     repo.gated, repo.private = False, True
     shown(DOWNLOAD_TOKENIZER, tmp_path, env=env, TOKEN=TOKEN)
     folder = tmp_path / "torchtitan/datasets/tokenizer"

@@ -298,7 +298,7 @@ def _param_groups(objects: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for owner, values in settings.items():
         names = values.pop("params", [owner])
         names = [str(one) for one in names] if isinstance(names, list) else [owner]
-        # Groups can only be recognised by the settings that their parameters share.
+        # Groups can only be recognized by the settings that their parameters share.
         key = owner if owner.isdigit() else repr(sorted(values.items(), key=str))
         together.setdefault(key, {**values, "names": []})["names"] += names
     yield from together.values()

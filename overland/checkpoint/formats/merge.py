@@ -116,7 +116,7 @@ def join(base: LazyCheckpoint, adapters: LazyCheckpoint) -> LazyCheckpoint:
 def merge(source: LazyCheckpoint, dtype: torch.dtype | None = None) -> LazyCheckpoint:
     """Merges adapters into the weights, in `dtype` or as they are stored, rounding only once."""
     contents = require_adapter(source)
-    refuse_quantised(source)
+    refuse_quantized(source)
     weights = source.weights()
     settings = settings_of(contents, source.folder)
     adapters = adapters_in(weights, settings, source.folder)
@@ -153,14 +153,14 @@ def is_tied(config: Mapping[str, Any] | None) -> bool:
     return bool(config and config.get("tie_word_embeddings"))
 
 
-def refuse_quantised(source: LazyCheckpoint) -> None:
+def refuse_quantized(source: LazyCheckpoint) -> None:
     """Raises for weights in 4 or 8 bits."""
     bits = (source.config or {}).get("quantization_config")
     weights = source.weights()
     matrices = [name for name in weights if name.endswith(".weight")]
     narrow = next((name for name in matrices if weights[name].dtype.itemsize == 1), None)
     if bits or narrow:
-        what = "has a quantization_config" if bits else f"has {narrow} quantised"
+        what = "has a quantization_config" if bits else f"has {narrow} quantized"
         raise CheckpointError(
             f"{source.folder} {what}, and rounding to so few bits would lose the adapter. Merge it "
             "into the original 16-bit weights instead: overland convert MODEL OUT --adapter DIR "

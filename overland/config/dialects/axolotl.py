@@ -50,7 +50,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def is_axolotl(entries: Entries) -> bool:
-    """Recognises a file by `base_model` and one other top-level key, or by three others."""
+    """Recognizes a file by `base_model` and one other top-level key, or by three others."""
     tops = {path[0] for path in entries}
     return ("base_model" in tops and bool(tops & SOME)) or len(tops & SOME) >= 3
 

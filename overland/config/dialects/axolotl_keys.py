@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "peft_layer_replication": ([[]], "blocks are not replicated"),
     "peft_init_lora_weights": (
         [True],
-        "adapters are always initialised as PEFT does by default; remove it",
+        "adapters are always initialized as PEFT does by default; remove it",
     ),
     "peft_trainable_token_indices": (
         [],

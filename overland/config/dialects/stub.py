@@ -81,7 +81,7 @@ WITHOUT_MEANING: dict[str, str] = {
 
 
 def is_stub(entries: Entries) -> bool:
-    """Recognises the stub by `model.hf_config`, or by at least two of its own sections and no
+    """Recognizes the stub by `model.hf_config`, or by at least two of its own sections and no
     unknown ones."""
     tops = {path[0] for path in entries}
     if any(path[:2] == ("model", "hf_config") for path in entries):

@@ -100,7 +100,7 @@ class TokenCount:
         return self._total
 
 
-def summarise(
+def summarize(
     source: Source | FileSource,
     num_samples: int = 0,
     each: Callable[[Document], None] = lambda document: None,

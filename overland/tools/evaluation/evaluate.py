@@ -148,7 +148,7 @@ def sets_for(session: Session) -> list[EvaluationSet]:
     assert run is not None
     preparer = Preparer(
         session.once,
-        tokenises=False,
+        tokenizes=False,
         report=session.report,
         tokenizer=run / TOKENIZER,
         policy=kept_policy(run),

@@ -131,10 +131,10 @@ def _explain(error: Exception, repo: Repo) -> str | None:
         if repo.token:
             return (
                 f"the account of HF_TOKEN does not have access to {repo.name} yet: accept its "
-                f"licence at {repo.page}, and use a token that can read gated repositories"
+                f"license at {repo.page}, and use a token that can read gated repositories"
             )
         return (
-            f"{repo.name} requires accepting its licence: do so at {repo.page}, then set HF_TOKEN "
+            f"{repo.name} requires accepting its license: do so at {repo.page}, then set HF_TOKEN "
             "to a token of that account"
         )
     if isinstance(error, errors.RevisionNotFoundError):

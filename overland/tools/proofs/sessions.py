@@ -168,11 +168,11 @@ def config_of(story: Story, folder: Path, cache: str) -> dict[str, Any]:
 
 
 def open_rows(
-    config: dict[str, Any], tokenises: bool = True, memory: Path | None = None
+    config: dict[str, Any], tokenizes: bool = True, memory: Path | None = None
 ) -> Dataset:
-    place = Preparer(tokenises=tokenises)
+    place = Preparer(tokenizes=tokenizes)
     job = JobConfig.model_validate(config)
-    return training_data(job, BATCH_SIZE, None, place, memory, writes=tokenises)
+    return training_data(job, BATCH_SIZE, None, place, memory, writes=tokenizes)
 
 
 def build_all(config: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ def rank() -> None:
     """Runs one rank, which reads its share of batch after batch and logs it."""
     spec, number, log = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     memory = log.parent / "memory"
-    dataset = open_rows(spec["config"], tokenises=number == 0, memory=memory)
+    dataset = open_rows(spec["config"], tokenizes=number == 0, memory=memory)
     with log.open("w") as file:
         for batch in range(spec["start"], NUM_BATCHES):
             rows = digests_of(dataset.rows, batch, number, spec["world_size"])

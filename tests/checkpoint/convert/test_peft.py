@@ -257,11 +257,11 @@ def test_what_a_conversion_says_and_refuses(tmp_path: Path) -> None:
     assert code == 0
     assert "merged: 4 matrices, each compared with base + adapter" in said
     assert "logits of base + adapter and of the merged model differ by" in said
-    quantised = tmp_path / "quantised"
-    shutil.copytree(BASE, quantised)
+    quantized = tmp_path / "quantized"
+    shutil.copytree(BASE, quantized)
     config = json.loads((BASE / "config.json").read_text())
     config["quantization_config"] = {"load_in_4bit": True}
-    (quantised / "config.json").write_text(json.dumps(config))
+    (quantized / "config.json").write_text(json.dumps(config))
     saved = deepspeed_of(tmp_path / "checkpoint-3", "lora")
     for arguments, sentence in [
         ([lora, "--to", "hf", "--merge-lora"], "contains only adapters: give their base model"),
@@ -270,7 +270,7 @@ def test_what_a_conversion_says_and_refuses(tmp_path: Path) -> None:
         ([BASE, "--to", "hf", "--adapter", lora], "give both"),
         ([BASE, "--to", "hf", "--merge-lora"], "has no adapters"),
         ([BASE, "--to", "peft"], "has no adapters"),
-        ([quantised, "--to", "hf", "--adapter", lora, "--merge-lora"], "quantization_config"),
+        ([quantized, "--to", "hf", "--adapter", lora, "--merge-lora"], "quantization_config"),
         ([saved, "--to", "hf", "--config", BASE], "--merge-lora to merge them into the weights"),
         ([saved, "--to", "hf", "--adapter", lora, "--merge-lora"], "already has adapters"),
     ]:

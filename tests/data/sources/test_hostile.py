@@ -18,7 +18,7 @@ import pytest
 
 from overland.data.sources import compression, csv_rows, jsonl, open_source
 from overland.data.sources.megatron import HEAD, MAGIC
-from overland.data.sources.summary import summarise
+from overland.data.sources.summary import summarize
 from tests.limited import limited
 
 MIB = 1 << 20
@@ -27,7 +27,7 @@ SPACES = b" " * 2**22
 
 def ended(path: Path, megabytes: int = 512) -> str:
     """What reading all documents of a file ended with."""
-    return limited(lambda: summarise(open_source(path)), megabytes)
+    return limited(lambda: summarize(open_source(path)), megabytes)
 
 
 def refused(path: Path, *words: str, megabytes: int = 512) -> None:

@@ -1,6 +1,6 @@
 """Downloads model assets to assets/hf/NAME, with `overland fetch`.
 
-Gated models: accept the licence on the model's page, then `export HF_TOKEN=…`.
+Gated models: accept the license on the model's page, then `export HF_TOKEN=…`.
 """
 
 import argparse

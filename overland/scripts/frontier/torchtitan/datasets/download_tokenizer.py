@@ -1,6 +1,6 @@
 """Downloads a tokenizer to torchtitan/datasets/tokenizer, with `overland fetch tokenizer`.
 
-Gated models: accept the licence on the model's page, then `export HF_TOKEN=…`.
+Gated models: accept the license on the model's page, then `export HF_TOKEN=…`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Text to tokens, against the tokenizer's library alone: `python benchmarks/tokenising.py`.
+"""Text to tokens, against the tokenizer's library alone: `python benchmarks/tokenizing.py`.
 
 On all cores, in turn, over the same text (Python's standard library, repeated):
 
