@@ -31,6 +31,7 @@ from overland.data.registry import (
 from overland.data.sft import tokenizer_for_chats
 from overland.data.sources import Source
 from overland.data.sources.marks import digest_of
+from overland.data.sources.source import BadDocument
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer, train_tokenizer
 from overland.errors import DataError
 from overland.files import publish
@@ -221,7 +222,10 @@ def _text(name: str, wanted: DataSource, config: JobConfig) -> Source | None:
 def _documents(sources: list[Source]) -> Iterator[str]:
     for source in sources:
         texts = (str(text) for chunk in source.chunks() for text in source.read(chunk))
-        yield from itertools.islice(texts, TOKENIZER_DOCUMENTS // len(sources))
+        try:
+            yield from itertools.islice(texts, TOKENIZER_DOCUMENTS // len(sources))
+        except BadDocument as error:
+            raise DataError(f'{error}; data.bad_documents = "skip" skips it') from None
 
 
 def _check_policy(name: str, layout: CorpusLayout, asked: Policy) -> None:

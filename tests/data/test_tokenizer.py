@@ -1,5 +1,6 @@
 """What holds for tokenizers of every kind."""
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -8,9 +9,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from overland.config.schema import JobConfig
+from overland.data.corpora import Preparer
+from overland.data.registry import sources_of
 from overland.data.tokenizer import Tokenizer
+from overland.data.tokenizer_choice import tokenizer_for
 from overland.errors import DataError
 from tests.data.tokenizer_folders import CORPUS, KINDS, TEXTS, written_kinds
 
@@ -246,3 +253,22 @@ def test_what_is_no_tokenizer_is_said_in_one_sentence(
         Tokenizer(tmp_path)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["bad.jsonl", "bad.parquet"])
+def test_training_on_text_skips_bad_documents_if_asked(tmp_path: Path, name: str) -> None:
+    texts = ["some words", None, "more words"]
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"text": texts}), tmp_path / name)
+    else:
+        (tmp_path / name).write_text("".join(f"{json.dumps({'text': one})}\n" for one in texts))
+
+    def trained(bad_documents: str) -> Tokenizer | None:
+        data = {"folder": str(tmp_path / "data"), "bad_documents": bad_documents}
+        training = {"dataset_path": str(tmp_path / name)}
+        config = JobConfig.model_validate({"training": training, "data": data})
+        return tokenizer_for(config, sources_of(config), 300, Preparer())
+
+    with pytest.raises(DataError, match=r'bad.*; data\.bad_documents = "skip" skips it$'):
+        trained("error")
+    assert trained("skip") is not None
