@@ -115,7 +115,8 @@ def submit(
         return
     if site is None:
         raise ClusterError(
-            f"no cluster given; set --site to one of {', '.join(sorted(site_files()))}"
+            f"no cluster given; set --site to one of {', '.join(sorted(site_files()))}; "
+            "--site NAME --dry-run shows what else is needed"
         )
     wanted = JobRequest(
         nodes=nodes,

@@ -306,7 +306,8 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
         (["--site", "frontier"],
          "frontier requires --account for every job: give it, or set SBATCH_ACCOUNT"),
         ([], "no cluster given; set --site to one of frontier, generic-amd, generic-cpu, "
-         "generic-nvidia, laptop, perlmutter, s3df"),
+         "generic-nvidia, laptop, perlmutter, s3df; --site NAME --dry-run shows what else is "
+         "needed"),
         (["--site", "s3df", "--account", "fac:repo"],
          "s3df requires --partition (ada, ampere, hopper) for every job: give it, or set "
          "SBATCH_PARTITION\ns3df: the walltime limit is not known; give --time HH:MM:SS"),
