@@ -28,8 +28,17 @@ def control_character(text: str) -> str | None:
 def visible(text: str) -> str:
     """Returns `text` safe for a terminal: newlines and tabs stay, other control characters are
     escaped."""
+    return _escaped(text, "\n\t")
+
+
+def on_one_line(text: str) -> str:
+    """Returns `text` safe for a line of a table: all control characters are escaped."""
+    return _escaped(text, "")
+
+
+def _escaped(text: str, kept: str) -> str:
     return "".join(
-        letter if letter in "\n\t" or control_character(letter) is None else repr(letter)[1:-1]
+        letter if letter in kept or control_character(letter) is None else repr(letter)[1:-1]
         for letter in text
     )
 

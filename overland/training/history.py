@@ -19,6 +19,7 @@ Points = list[tuple[int, float]]
 
 HELD_OUT = "validation_loss/"
 CHUNK = 4 << 20  # bytes read at a time
+LARGEST_STEP = 2**53
 
 # A file of a million lines (300 MB) is sampled down to 30,000, except for its end and held-out
 # losses: parsing all of it would take seconds, and a terminal has 200 dots in a row.
@@ -60,7 +61,9 @@ class History:
                     continue  # cut short by a kill or a full disk
 
     def _take(self, line: Record) -> None:
-        step = int(line["step"])
+        step = line["step"]
+        if not is_step(step):
+            raise ValueError("not a step")
         record = {name: value for name, value in line.items() if _is_number(name, value)}
         record["step"] = step
         if step < self._step:
@@ -107,6 +110,11 @@ def _is_number(name: str, value: Any) -> bool:
     return isinstance(value, int | float) and (name != "time" or math.isfinite(value))
 
 
+def is_step(value: Any) -> bool:
+    """Whether a value can be the number of a step; in a damaged file it may be anything."""
+    return type(value) is int and 0 <= value < LARGEST_STEP
+
+
 def _append(points: Points, step: int, value: float) -> None:
     _undo(points, step)
     points.append((step, value))
@@ -140,6 +148,8 @@ class Tail:
         """Yields (whole lines, bytes still to come, whether everything before is void). A last line
         without a newline is still being written, and is returned once it is complete."""
         try:
+            if not self.path.is_file():  # opening a named pipe would block
+                raise FileNotFoundError
             with self.path.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 is_other = stat.st_ino != self._inode or stat.st_size < self._offset

@@ -36,7 +36,8 @@ def test_a_line_counts_once_it_is_complete(tmp_path: Path) -> None:
 
 def test_values_that_are_no_numbers_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    odd = '{"step": 1e400}\n{"step": 2, "loss": NaN, "time": null, "mfu": null}\n'
+    odd = "".join(f'{{"step": {step}, "loss": 1}}\n' for step in ("1e400", "9e99", "true", "-1"))
+    odd += '{"step": 2, "loss": NaN, "time": null, "mfu": null}\n'
     path.write_text(line(1, 5.0) + odd + line(3, 6.0))
     found = follow(path)
     assert [step for step, _ in found.losses] == [1, 2, 3]

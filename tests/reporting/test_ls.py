@@ -68,12 +68,18 @@ def test_what_is_no_run_is_left_out_and_what_is_torn_is_listed(tmp_path: Path) -
     (torn / "owner.json").write_text("[]")
     odd = tmp_path / os.fsdecode(b"odd\xff\x1b[31m")
     make_run(odd, done=1)
+    lines = make_run(tmp_path / "two\nlines", done=1)
+    piped = make_run(tmp_path / "piped", done=1)
+    for name in ("metrics.jsonl", "config.toml", "done"):
+        (piped / name).unlink(missing_ok=True)
+        os.mkfifo(piped / name)
     found = {Path(one["run"]).name: one for one in ls(tmp_path)}
-    assert set(found) == {"good", "torn", odd.name}
+    assert set(found) == {"good", "torn", odd.name, lines.name, "piped"}
     assert found["good"]["step"] == 3
     done = CliRunner().invoke(app, ["ls", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "\x1b" not in done.stdout
+    assert done.stdout.count("\n") == 1 + len(found)
 
 
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(
@@ -111,6 +117,14 @@ def test_lines_fit_a_terminal(tmp_path: Path) -> None:
         lines = table(list_runs(tmp_path), width)
         assert all(len(one) <= width for one in lines)
         assert "3/1,000" in lines[1]
+
+
+def test_a_step_that_is_no_whole_number_is_not_listed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", done=3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9e99, "loss": 1.0}\n')
+    set_live(run, step=9e99)
+    assert ls(tmp_path)[0]["step"] == 3
 
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:

@@ -458,8 +458,10 @@ def test_every_plot_has_a_file_of_its_own(tmp_path: Path) -> None:
 def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", done=3)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     for words, sentence in (
         ((tmp_path / "nowhere",), "does not exist"),
+        ((tmp_path / "loop",), "does not exist"),
         ((tmp_path / "empty",), "is not a run folder"),
         ((run, run), "is given twice"),
         ((run, "--output", tmp_path), "is a folder: name a file"),

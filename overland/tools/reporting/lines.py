@@ -22,12 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.run_folder import METRICS, UNDONE
-from overland.training.history import RECENT, History, Tail
+from overland.training.history import RECENT, History, Tail, is_step
 
 Numbers = npt.NDArray[np.float64]
 Record = dict[str, Any]
 MISSING = float("nan")
-LARGEST_STEP = 2**53
 LARGEST_VALUE = 1e300
 MOST_DIGITS = 15  # a step with more digits needs a closer look
 NUMBER = re.compile(rb": (?:-?[0-9][-+.0-9eE]*|null|NaN|-?Infinity)(?=[,}])")
@@ -303,8 +302,7 @@ def _record(value: Any) -> Record | None:
     """Returns a line's numbers by name; numbers inside a table get both names."""
     if not isinstance(value, dict):
         return None
-    step = value.get("step")
-    if type(step) is not int or not 0 <= step < LARGEST_STEP:
+    if not is_step(value.get("step")):
         return None
     if not any(isinstance(one, dict) for one in value.values()):
         return value

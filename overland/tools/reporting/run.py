@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 import tomllib
@@ -164,7 +165,7 @@ class RunReader:
 def open_runs(paths: list[Path]) -> list[RunReader]:
     """Returns readers of these runs. Runs with the same name are named by as much of their paths as
     distinguishes them."""
-    given = [path.resolve() for path in paths]
+    given = [Path(os.path.realpath(path)) for path in paths]  # unlike resolve(), takes link loops
     for path in given:
         if given.count(path) > 1:
             raise NoRun(f"{path} is given twice: name each run once")
@@ -467,11 +468,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return file.read(LARGEST_TEXT).decode(errors="replace")
-    except OSError:
-        return ""
+    with suppress(OSError):
+        if path.is_file():  # opening a named pipe would block
+            with path.open("rb") as file:
+                return file.read(LARGEST_TEXT).decode(errors="replace")
+    return ""
 
 
 def _table(value: object) -> dict[str, Any]:

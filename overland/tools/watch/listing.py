@@ -15,7 +15,7 @@ from overland.progress import progress_bar
 from overland.run_folder import ATTEMPTS, CONFIG, LIVE, METRICS, OWNER, PLAN, SESSIONS, SUBMITTED
 from overland.tools.watch.watch import STATES, RunStatus, Watch
 from overland.training.history import END_BYTES, History
-from overland.words import command, duration, visible
+from overland.words import command, duration, on_one_line, visible
 
 UNREADABLE = "unreadable"
 DEPTH = 4  # levels of folders below the given one
@@ -53,7 +53,7 @@ def list_runs(folder: Path) -> list[ListedRun]:
     until = time.monotonic() + SLURM_SECONDS
     with progress_bar("looking for runs") as bar:
         for path in find_runs(folder):
-            bar(len(found), None, visible(str(path)))
+            bar(len(found), None, on_one_line(str(path)))
             found.append(look(path, max(0.0, until - time.monotonic())))
     return sorted(found, key=lambda one: -(one.last_sign or 0.0))
 
@@ -139,11 +139,11 @@ def row_of(one: ListedRun) -> tuple[str, ...]:
     step = f"{one.step:,}" + (f"/{one.steps:,}" if one.steps else "")
     first = next(iter(one.held_out.values()), None)
     return (
-        visible(one.run),
+        on_one_line(one.run),
         STATES.get(one.state, one.state),
         "" if one.state == UNREADABLE else step,
         "" if one.loss is None else f"{one.loss:.4f}",
         "" if first is None else f"{first:.4f}",
         "" if one.age_seconds is None else duration(one.age_seconds),
-        visible(" ".join(one.because.split()) or one.description)[:LONGEST],
+        visible(" ".join((one.because or one.description).split()))[:LONGEST],
     )

@@ -39,7 +39,7 @@ from overland.run_folder import (
 from overland.tools.evaluation.results import read_results
 from overland.tools.jobs.supervise.events import LARGEST, Event, Events
 from overland.tools.watch.queue import Queue, QueuedJob
-from overland.training.history import History, Points, Record, thinned
+from overland.training.history import History, Points, Record, is_step, thinned
 from overland.words import command, duration
 
 STATES = {
@@ -168,6 +168,7 @@ class Watch:
             self.queue.ask(which, patience)
         config = _read_config(self.run)
         newest = self.history.newest
+        newest_step = int(newest.get("step", 0))
         is_live_newer = _number(live.get("time")) > _number(newest.get("time"))
         # If the config counts epochs, the number of steps is only known once training starts.
         steps = _table(config, "training").get("steps")
@@ -176,7 +177,7 @@ class Watch:
             run=str(self.run),
             time=time.time(),
             description=_description(config),
-            step=int(live["step"] if is_live_newer and "step" in live else newest.get("step", 0)),
+            step=live["step"] if is_live_newer and is_step(live.get("step")) else newest_step,
             steps=steps if isinstance(steps, int) and steps < LARGEST else None,
             step_seconds=self.history.step_seconds or live.get("step_seconds"),
             phase=live.get("phase"),
@@ -377,7 +378,8 @@ def _read_config(run: Path) -> dict[str, Any]:
     submitted = [path for path in run.glob(f"{SUBMITTED}/*.toml") if path.stem.isdecimal()]
     for path in sorted([run / CONFIG, *submitted], key=_modified, reverse=True):
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            if path.is_file():
+                return tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):  # being written
             continue
     return {}
@@ -409,8 +411,8 @@ def _read_last_line(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
+    try:  # opening a named pipe would block
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
     except (OSError, UnicodeDecodeError):
         return ""
 
