@@ -111,5 +111,6 @@ def _comparable(shown: str) -> list[str]:
 
 
 def _without_numbers(text: str) -> str:
-    """Puts 0 in place of numbers, and of the digests in names of jobs and folders."""
-    return re.sub(r"-[0-9a-f]{6}\b|-?[0-9][0-9.,:e+-]*", "0", text)
+    """Puts 0 in place of numbers, of sizes with their units, and of the digests in names of jobs
+    and folders."""
+    return re.sub(r"-[0-9a-f]{6}\b|-?[0-9][0-9.,:e+-]*( [KMGT]iB)?", "0", text)

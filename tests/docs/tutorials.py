@@ -108,7 +108,7 @@ _SITE = {
     "devices_per_node = 4": "devices_per_node = 1",
     "cpus_per_task = 16": "cpus_per_task = 1",
 }
-_UNTIL = "until [ -e runs/quickstart/{} ]; do sleep 1; done\n"
+_UNTIL = "until [ -s runs/quickstart/{} ]; do sleep 1; done\n"
 _NO_JOBS = 'until [ -z "$(squeue --me --noheader)" ]; do sleep 1; done\n'
 _END = "overland watch runs/quickstart --once\noverland report"
 _SUBMIT = f"submit quickstart training.steps=300 checkpoint.interval=20 {shlex.join(TINY)}"
@@ -144,7 +144,6 @@ STORIES = {
         changes={
             "seq_len = 1024": "seq_len = 256",
             "epochs = 3.0": "epochs = 0.5",
-            "range(1, 51)": "range(1, 31)",
             "freq = 20": "freq = 4",
             "lr = 2e-4": "lr = 2e-2",
         },
