@@ -26,6 +26,9 @@ Indices = npt.NDArray[np.uint64]
 ROUNDS = 6
 GROUPS_AT_ONCE = 64  # sorted together: enough for similar lengths, and most of the order is random
 Array = npt.NDArray[np.int64]
+# Calls to count windows that one item may need: seconds if a call knows many windows, minutes if it
+# opens one. Training never needs more than a few, since it counts on from where it is.
+MOST_CALLS = 200_000
 RECORD = np.dtype([("count", "<i8"), ("check", "<u4")])
 
 
@@ -99,6 +102,7 @@ class Counts:
         known = _read(path) if path is not None else np.zeros(0, np.int64)
         self._num_stored = len(known)
         self._known = len(known)
+        self._counted, self._at_once = 0, 1  # windows so far, and per call, without known ones
         self._ends = np.cumsum(known)  # room beyond `_known` is not valid
 
     @property
@@ -110,6 +114,7 @@ class Counts:
         """Returns the window of each item, and its place there."""
         items = np.asarray(numbers, np.int64)
         while items.size and self.total(self._known) <= items.max():
+            self._check_reach(int(items.max()))
             self._extend()
         windows = np.searchsorted(self._ends[: self._known], items, side="right")
         return windows, items - np.where(windows > 0, self._ends[windows - 1], 0)
@@ -135,8 +140,23 @@ class Counts:
             self._extend()
         return min(self.total(min(self._known, windows)), enough)
 
+    def _check_reach(self, item: int) -> None:
+        """Raises an error if counting up to an item would take hours. How many windows a call
+        counts shows only after an epoch, when the sizes of all shards are known."""
+        total = self.total(self._known)
+        if self._counted < 2 * self._per_epoch or not total:
+            return
+        windows = (item - total) * self._known // total
+        if windows > MOST_CALLS * self._at_once:
+            epochs = (self._known + windows) // self._per_epoch
+            raise DataError(
+                f"this step is about {epochs:,} epochs into the data, too far to count its way "
+                "there: choose an earlier step"
+            )
+
     def _extend(self) -> None:
         new = np.asarray(self._count(self._known), np.int64)
+        self._counted, self._at_once = self._counted + len(new), max(self._at_once, len(new))
         total = int(self._ends[self._known - 1]) if self._known else 0
         if self._known + len(new) > len(self._ends):
             room = np.zeros(max(len(new), len(self._ends) // 2, 64), np.int64)

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from overland.data.order import permute
+from overland.data.order import MOST_CALLS, Counts, permute
+from overland.errors import DataError
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 65_537])
@@ -29,3 +30,20 @@ def test_neighbours_end_up_far_apart() -> None:
 def test_an_index_outside_is_refused() -> None:
     with pytest.raises(IndexError):
         permute([5], 5, "k")
+
+
+@pytest.mark.parametrize("at_once", [1, 64])
+def test_an_item_that_would_take_hours_to_count_is_refused_at_once(at_once: int) -> None:
+    calls: list[int] = []
+
+    def count(first: int) -> list[int]:  # all shards are known after the first epoch
+        calls.append(first)
+        return [10] * (at_once if first else 1)
+
+    counts = Counts(count, per_epoch=1)
+    with pytest.raises(DataError, match="about 100,000,000,000 epochs into the data"):
+        counts.find([10**12])
+    assert len(calls) == 2
+    far = 10 * MOST_CALLS * at_once
+    (window,), (place,) = counts.find([far])
+    assert (window, place) == (far // 10, 0)
