@@ -42,6 +42,12 @@ class OverlandError(Exception):
     exit_code: ClassVar[int] = 2
 
 
+class ArgumentError(OverlandError, ValueError):
+    """An argument of a public function that it cannot take."""
+
+    kind = Kind.CODE
+
+
 class ModelError(OverlandError, ValueError):
     """A model, config.json, attention backend or weight file that cannot be used as requested."""
 

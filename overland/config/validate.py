@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from overland.config.errors import Problem, show_value
+from overland.config.errors import ConfigError, Problem, show_value
 from overland.config.fields import find_key, nearest_key, sections
 from overland.config.schema import SWITCHES, JobConfig
 from overland.config.source import Entries, Entry, KeyPath, nest
@@ -34,6 +34,22 @@ def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[Ke
     dropped = unknown | {path for path in known if any(path[: len(b)] == b for b in bad)}
     good = {path: entry for path, entry in entries.items() if path not in dropped}
     return JobConfig.model_validate(nest(good)), problems, dropped
+
+
+def validate_again(config: JobConfig, where: str) -> JobConfig:
+    """Returns a config whose values may have been changed since it was loaded, or raises a
+    `ConfigError` that names the keys that are no longer valid."""
+    tree = config.model_dump(by_alias=True, warnings=False)
+    entries: Entries = {}
+    for section, keys in tree.items():
+        if isinstance(keys, dict):
+            entries |= {(section, key): Entry(value, where) for key, value in keys.items()}
+        else:
+            entries[(section,)] = Entry(keys, where)
+    valid, problems, _ = validate_entries(entries)
+    if problems:
+        raise ConfigError(problems)
+    return valid
 
 
 def check_switches(

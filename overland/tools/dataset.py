@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from overland.arguments import integer, path_of
 from overland.checks.model import check_custom_import
 from overland.checks.vocabulary import with_new_tokens
 from overland.config.arguments import ngpu
@@ -15,6 +16,7 @@ from overland.config.derived import resolve_degrees
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import Job, JobConfig
+from overland.config.validate import validate_again
 from overland.data.corpora import Preparer
 from overland.data.ledger import read_ledger
 from overland.data.prepare import Dataset, planned_data, training_data
@@ -24,6 +26,9 @@ from overland.run_folder import CONFIG, PLAN, RunFolder
 
 if TYPE_CHECKING:
     from overland.data.batch import Batch
+
+
+MAX_STEP = 10**12  # the numbers of its rows fit into 64 bits with any batch size
 
 
 class TrainingSet:
@@ -42,7 +47,7 @@ class TrainingSet:
         skipped after a loss spike; `overland data preview RUN` accounts for them."""
         from overland.data.loader import load_batch
 
-        return load_batch(self.dataset.rows, step - 1)
+        return load_batch(self.dataset.rows, check_step(step) - 1)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the batches of steps 1, 2, 3, … endlessly."""
@@ -68,13 +73,18 @@ def open_dataset(source: JobConfig | str | Path) -> TrainingSet:
         source: What `overland.load_config` returned, or a run folder, whose plan is read.
     """
     if isinstance(source, JobConfig):
-        return TrainingSet(_of_config(source, Preparer()))
-    return TrainingSet(open_step(str(source), [], 1)[0])
+        return TrainingSet(_of_config(validate_again(source, "the config"), Preparer()))
+    return TrainingSet(open_step(str(path_of(source, "source")), [], 1)[0])
+
+
+def check_step(step: int) -> int:
+    return integer(step, "step", least=1, most=MAX_STEP)
 
 
 def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int]:
     """Returns the data and the number of the batch of a step. A run has its own plan, and its
     ledger records skipped batches."""
+    check_step(step)
     run = Path(config).expanduser()
     if run.name == CONFIG and not settings:
         run = run.parent

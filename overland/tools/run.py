@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from overland.arguments import integer, path_of, refused, texts
 from overland.config.schema import JobConfig
 from overland.config.source import KeyPath
+from overland.config.validate import validate_again
 from overland.errors import Kind, TrainingError
 from overland.run_folder import LOGS, RunFolder, fresh_folder
 from overland.training.history import History
@@ -50,12 +53,13 @@ class Trained:
     """The newest checkpoint."""
 
 
-def load_config(source: str | Path, *settings: str) -> JobConfig:
+def load_config(source: str | Path, *settings: str | Sequence[str]) -> JobConfig:
     """Returns the config of a run, checked as far as it can be before it starts.
 
     Args:
-        source: A TOML or YAML file, or the name of a recipe (`overland init` lists them).
-        *settings: Overrides, as on the command line: `"training.steps=20"`.
+        source: A TOML or YAML file, the name of a recipe (`overland init` lists them), or a run
+            folder.
+        *settings: Overrides, as on the command line: `"training.steps=20"`, one by one or in lists.
 
     Raises:
         ConfigError: Lists all problems, one per line. Files that still have to be fetched, and
@@ -63,17 +67,23 @@ def load_config(source: str | Path, *settings: str) -> JobConfig:
     """
     from overland.checks import load_checked
 
-    return load_checked(str(source), list(settings), waive=("missing", "machine"))[0].config
+    expected = "texts such as 'training.steps=20'"
+    given = [text for one in settings for text in texts(one, "settings", expected)]
+    path_of(source, "source")
+    return load_checked(str(source), given, waive=("missing", "machine"))[0].config
 
 
-def train(config: JobConfig, *, ranks: int | None = None, quiet: bool = False) -> Trained:
+def train(
+    config: JobConfig | str | Path, *, ranks: int | None = None, quiet: bool = False
+) -> Trained:
     """Trains or resumes the run that a config describes, and returns how far it got.
 
-    This is `overland train` from Python: it writes a run folder; an interrupt finishes the current
-    step, saves and returns; and training again resumes.
+    This is `overland train` from Python: it writes a run folder; an interrupt or SIGTERM finishes
+    the current step, saves and returns with `finished=False`; and training again resumes.
 
     Args:
-        config: What `overland.load_config` returned.
+        config: What `overland.load_config` returned, or what it takes: a file, a recipe or a run
+            folder. Values that were changed since are checked again.
         ranks: Number of processes to start on this machine; by default this process trains, on one
             device. Under torchrun, mpirun or Slurm this process is already one of the ranks, and
             `ranks` must be omitted.
@@ -86,6 +96,13 @@ def train(config: JobConfig, *, ranks: int | None = None, quiet: bool = False) -
     from overland.checks import require
     from overland.config.load import Loaded
 
+    if ranks is not None:
+        ranks = integer(ranks, "ranks", least=1)
+    if isinstance(config, str | os.PathLike):
+        config = load_config(config)
+    if not isinstance(config, JobConfig):
+        raise refused("config", config, "what overland.load_config returned, or a path")
+    config = validate_again(config, "the config")
     world = find_world()
     if world is not None:
         export_world(world)

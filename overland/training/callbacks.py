@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from overland.arguments import refused
+
 if TYPE_CHECKING:
     from overland.checkpoint.store import Outcome
     from overland.training.run import Run
@@ -62,6 +64,10 @@ _factories: list[Factory] = []
 
 def register_callback(factory: Factory) -> Factory:
     """Adds a callback to every run; usable as a decorator on the callback's class or a function."""
+    is_other_class = isinstance(factory, type) and not issubclass(factory, Callback)
+    if is_other_class or not callable(factory):
+        expected = "a subclass of overland.Callback, or a function that takes a run and returns one"
+        raise refused("register_callback: factory", factory, expected)
     _factories.append(factory)
     return factory
 

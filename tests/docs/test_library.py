@@ -8,11 +8,15 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import overland
+from overland.config.load import recipe_names
+from overland.config.validate import validate_again
 from tests.cli.processes import ROOT, environment
 from tests.cli.processes import overland as command
 
@@ -141,6 +145,142 @@ def test_mistakes_are_errors_in_a_sentence(tmp_path: Path) -> None:
     assert "to = 'gguf' is unknown" in said[3]
     assert "nowhere.txt" in said[4]
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+def of_quickstart(key: str, value: object) -> overland.JobConfig:
+    """Returns a config with a value that was changed after it was loaded."""
+    config = overland.load_config("quickstart")
+    section, name = key.split(".")
+    setattr(getattr(config, section), name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: overland.train(of_quickstart("training.steps", -5)),
+         "the config: training.steps = -5: expected a positive whole number"),
+        (lambda: overland.open_dataset(of_quickstart("training.seq_len", "x")),
+         'the config: training.seq_len = "x": expected a positive whole number'),
+        (lambda: overland.train("quickstart", ranks=0), "ranks = 0: expected an integer of 1 or"),
+        (lambda: overland.train("quickstart", ranks=-1), "ranks = -1: expected an integer of 1"),
+        (lambda: overland.train("quickstart", ranks="2"), "ranks = '2': expected an integer of 1"),
+        (lambda: overland.train("quickstart", ranks=True), "ranks = True: expected an integer"),
+        (lambda: overland.train(3), "config = 3: expected what overland.load_config returned"),
+        (lambda: overland.train(Path("quickstar.toml")), '"quickstar.toml": no such file'),
+        (lambda: overland.load_config(None), "source = None: expected a path"),
+        (lambda: overland.load_config(""), "source = '': expected a path"),
+        (lambda: overland.load_config({"a": 1}), "source = {'a': 1}: expected a path"),
+        (lambda: overland.load_config("quickstart", {"training.steps": 3}),
+         "settings = {'training.steps': 3}: expected texts such as 'training.steps=20'"),
+        (lambda: overland.load_config("quickstart", 3), "settings = 3: expected texts such as"),
+        (lambda: overland.open_dataset(None), "source = None: expected a path"),
+        (lambda: overland.load_model(None), "path = None: expected a path"),
+        (lambda: overland.load_model("x", step="3"), "step = '3': expected an integer of 0 or"),
+        (lambda: overland.load_model("x", dtype=torch.int8), "int8 is unknown"),
+        (lambda: overland.open_checkpoint(3), "path = 3: expected a path"),
+        (lambda: overland.convert(None, "x", "hf"), "source = None: expected a path"),
+        (lambda: overland.convert("x", "y", "hf", dtype=torch.int8), "int8 is unknown"),
+        (lambda: overland.save_model(None, "x"), "model = None: expected what overland.load_mod"),
+        (lambda: overland.save_model(torch.nn.Linear(1, 1), 3), "target = 3: expected a path"),
+        (lambda: overland.generate(3, "a"), "model = 3: expected a path"),
+        (lambda: overland.generate("x", {"a": 1}), "prompts = {'a': 1}: expected a text or a li"),
+        (lambda: overland.generate("x", [3]), "prompts = [3]: expected a text or a list of texts"),
+        (lambda: overland.generate("x", b"hi"), "prompts = b'hi': expected a text or a list"),
+        (lambda: overland.generate("x", Path("hi")), "Path('hi'): expected a text or a list"),
+        (lambda: overland.generate("x", "a", seed="x"), "seed = 'x': expected an integer"),
+        (lambda: overland.generate("x", "a", temperature="x"), "temperature = 'x': expected a num"),
+        (lambda: overland.generate("x", "a", num_tokens=1.5), "num_tokens = 1.5: expected an int"),
+        (lambda: overland.generate("x", "a", num_tokens=-1), "num_tokens = -1: expected an int"),
+        (lambda: overland.evaluate(None), "path = None: expected a path"),
+        (lambda: overland.evaluate("x", limit=-1), "limit = -1: expected an integer of 1 or more"),
+        (lambda: overland.evaluate("x", data={"a": "b"}), "data = {'a': 'b'}: expected a path or"),
+        (lambda: overland.evaluate("x", limt=4), "no argument 'limt'; did you mean 'limit'?"),
+        (lambda: overland.evaluate("x", num_fewshot=4), "num_fewshot has no effect without tasks"),
+        (lambda: overland.register_callback(3), "= 3: expected a subclass of overland.Callback"),
+        (lambda: overland.register_callback(dict), "expected a subclass of overland.Callback"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_kind_are_refused_by_name(
+    call: Callable[[], object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(overland.OverlandError) as caught:
+        call()
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_config_as_it_was_loaded_is_still_valid_in_train(name: str) -> None:
+    config = overland.load_config(name)
+    assert validate_again(config, "the config") == config
+
+
+ACCEPTED = """
+import torch
+config = overland.load_config("quickstart", ["training.steps=2", "training.seq_len=32"])
+assert config.training.steps == 2
+result = overland.train(config, quiet=True)
+again = overland.train(result.folder, quiet=True)
+assert (again.folder, again.step, again.finished) == (result.folder, 2, True)
+model = overland.load_model(result.folder, dtype=torch.bfloat16)
+assert model.dtype is torch.bfloat16
+overland.save_model(model, "saved", dtype=torch.float16)
+overland.convert(result.folder, "converted", "hf", dtype=torch.float16)
+for folder in ("saved", "converted"):
+    checkpoint = overland.open_checkpoint(folder)
+    assert checkpoint.read("model.model.norm.weight").dtype is torch.float16
+(record,) = overland.evaluate(result.folder, data=pathlib.Path("texts.jsonl"), limit=2)
+assert record["documents"] == 2
+try:
+    checkpoint.read("model.model.norm.wieght")
+except overland.OverlandError as error:
+    print(error)
+with overland.open_dataset(config) as data:
+    for step in (0, -1, 1.5, 10**12, 10**30):
+        try:
+            data.batch(step)
+        except overland.OverlandError as error:
+            print(error)
+"""
+
+
+def test_paths_lists_and_types_of_torch_are_accepted(tmp_path: Path) -> None:
+    said = run_python(PRELUDE.format(settings=[TINY, *TEXTS]) + ACCEPTED, tmp_path).splitlines()
+    assert said[0].endswith("no tensor 'model.model.norm.wieght'; did you mean "
+                            "'model.model.norm.weight'?")  # fmt: skip
+    bounds = "expected an integer from 1 to 1,000,000,000,000"
+    assert said[1:4] == [f"step = {step}: {bounds}" for step in (0, -1, 1.5)]
+    assert "epochs into the data" in said[4]
+    assert said[5] == f"step = {10**30}: {bounds}"
+
+
+SIGNALLED = """
+import os, signal
+
+
+@overland.register_callback
+class Signal(overland.Callback):
+    def on_step(self, run):
+        os.kill(os.getpid(), signal.{name})
+
+
+before = signal.getsignal(signal.{name})
+config = overland.load_config("quickstart", "training.steps=50", "training.seq_len=32")
+result = overland.train(config, quiet=True)
+assert signal.getsignal(signal.{name}) is before
+print(result.step, result.finished, result.checkpoint.name)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_makes_train_save_and_return(name: str, tmp_path: Path) -> None:
+    program = PRELUDE.format(settings=[TINY, *TEXTS]) + SIGNALLED.format(name=name)
+    step, finished, checkpoint = run_python(program, tmp_path).split()
+    assert int(step) < 50
+    assert (finished, checkpoint) == ("False", f"step_{step}.preempt")
 
 
 TWO_RANKS = """

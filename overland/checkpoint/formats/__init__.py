@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from overland.arguments import path_of
 from overland.checkpoint.formats.checkpoint import Config, LazyCheckpoint, Options
 from overland.checkpoint.formats.dcp import detect_dcp, open_dcp, write_dcp
 from overland.checkpoint.formats.deepspeed import detect_deepspeed, open_deepspeed
@@ -65,7 +66,7 @@ _NOT_AS_IT_SHOULD_BE = (
 def open_any(path: str | Path, config: Config = None, whole: bool = True) -> LazyCheckpoint:
     """Opens a checkpoint of any format. `config`: the contents of a config.json, if the checkpoint
     has none. `whole`: whether to add frozen weights that it leaves out."""
-    path = Path(path).expanduser()
+    path = path_of(path, "path")
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     for name, one in FORMATS.items():

@@ -21,6 +21,7 @@ from overland.checkpoint.formats.lazy import Lazy, Slices, held
 from overland.checkpoint.origin import Origin
 from overland.errors import CheckpointError
 from overland.files import leads_out, new_file, read_json, sync
+from overland.words import nearest_name
 
 Config = dict[str, Any] | None
 """The contents of a config.json, if there is one."""
@@ -70,10 +71,17 @@ class LazyCheckpoint:
 
     def read(self, name: str) -> Tensor:
         """Returns the whole tensor, on the CPU."""
-        return self.tensors[name].load()
+        return self._tensor(name).load()
 
     def read_slice(self, name: str, slices: Slices) -> Tensor:
-        return self.tensors[name].load_slice(slices)
+        return self._tensor(name).load_slice(slices)
+
+    def _tensor(self, name: str) -> Lazy:
+        if name in self.tensors:
+            return self.tensors[name]
+        near = nearest_name(str(name), self.tensors)
+        advice = f"did you mean {near!r}?" if near else "its `tensors` lists all of them"
+        raise CheckpointError(f"{self.folder} has no tensor {name!r}; {advice}")
 
     def weights(self) -> dict[str, Lazy]:
         """Returns the model's tensors by their Hugging Face names."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overland.arguments import dtype_name, path_of, path_or_none, texts
 from overland.checkpoint.formats import FORMATS, TARGETS, open_any
 from overland.checkpoint.formats.checkpoint import (
     MODEL,
@@ -80,7 +81,7 @@ def convert(
     target: str | Path,
     to: str,
     *,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     exclude: Sequence[str] = (),
     weights_only: bool = False,
     config: str | Path | None = None,
@@ -94,18 +95,21 @@ def convert(
     for given, valid, option in ((to, TARGETS, "--to"), (verify, CHECKS, "--verify")):
         if given not in valid:
             raise CheckpointError(f"{option} {given} is unknown{did_you_mean(given, valid)}")
-    if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"--dtype {dtype} is unknown{did_you_mean(dtype, DTYPES)}")
+    kind = dtype_name(dtype)
+    if kind is not None and kind not in DTYPES:
+        raise CheckpointError(f"--dtype {kind} is unknown{did_you_mean(kind, DTYPES)}")
     options, format_ = options or Options(), FORMATS[to]
-    target = Path(target).expanduser()
+    source, target = path_of(source, "source"), path_of(target, "target")
+    adapter, config = path_or_none(adapter, "adapter"), path_or_none(config, "config")
+    exclude = texts(exclude, "exclude")
     if format_.is_file and target.suffix != ".safetensors":
         raise CheckpointError(f"--to {to} writes one file: name it {target.name}.safetensors")
     for place in (source, *([adapter] if adapter is not None else [])):
-        _check_apart(Path(place).expanduser(), target)
+        _check_apart(place, target)
     memory = PeakMemory()
     given_config, companions = _given_config(config)
-    wanted = DTYPES[dtype] if dtype else torch.float32 if to == "safetensors" else None
-    opened = _open(Path(source).expanduser(), given_config, to, adapter, merge_lora)
+    wanted = DTYPES[kind] if kind else torch.float32 if to == "safetensors" else None
+    opened = _open(source, given_config, to, adapter, merge_lora)
     if companions:
         opened.companions = companions
     if to != "overland":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from overland.arguments import dtype_name, path_of, refused
 from overland.checkpoint.formats import FORMATS
 from overland.checkpoint.formats.checkpoint import MODEL, LazyCheckpoint, Options, companions_in
 from overland.checkpoint.formats.lazy import Lazy, cast_lazily, held
@@ -27,7 +28,7 @@ def save_model(
     target: str | Path,
     *,
     to: str = "hf",
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Path:
     """Writes the weights of a model in memory; the target is complete or does not exist.
@@ -36,19 +37,22 @@ def save_model(
         model: What `overland.load_model` returned, or a module of a registered model.
         target: New folder; with `to="safetensors"` a new file.
         to: `hf`, with config.json and tokenizer, as `transformers` reads it; or `safetensors`.
-        dtype: Type of the weights: float32, bfloat16 or float16; default: unchanged.
+        dtype: Type of the weights: float32, bfloat16 or float16, or torch's; default: unchanged.
         tokenizer: Written next to the weights; default: the tokenizer of an opened model.
     """
     if to not in TARGETS:
         raise CheckpointError(f"to = {to!r} is unknown{did_you_mean(to, TARGETS)}")
-    if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"dtype = {dtype!r} is unknown{did_you_mean(dtype, DTYPES)}")
+    kind = dtype_name(dtype)
+    if kind is not None and kind not in DTYPES:
+        raise CheckpointError(f"dtype = {kind!r} is unknown{did_you_mean(kind, DTYPES)}")
     module = model.model if isinstance(model, OpenModel) else model
+    if not isinstance(module, torch.nn.Module):
+        raise refused("model", model, "what overland.load_model returned, or a module")
     tokenizer = tokenizer or (model.tokenizer if isinstance(model, OpenModel) else None)
-    target, format_ = Path(target).expanduser(), FORMATS[to]
+    target, format_ = path_of(target, "target"), FORMATS[to]
     if format_.is_file and target.suffix != ".safetensors":
         raise CheckpointError(f"to = {to!r} writes one file: name it {target.name}.safetensors")
-    tensors = _tensors(module, None if dtype is None else DTYPES[dtype])
+    tensors = _tensors(module, None if kind is None else DTYPES[kind])
     with tempfile.TemporaryDirectory(prefix="overland-") as place:
         if tokenizer is not None:
             for name, data in tokenizer.files().items():

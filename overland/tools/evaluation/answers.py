@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from overland.arguments import integer, number, path_of, texts
 from overland.tools.evaluation.chat import ends_of, prompt_of, turns_of
 from overland.tools.evaluation.generate import Completion, Generator
 from overland.tools.evaluation.model import OpenModel, open_model
@@ -49,10 +50,20 @@ def generate(
         system: The system prompt, with `chat`.
         batch_size: Number of prompts processed together.
     """
-    opened = model if isinstance(model, OpenModel) else open_model(Path(model))
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    given = [Prompt(text) for text in ([prompts] if isinstance(prompts, str) else prompts)]
+    sampling = Sampling(
+        number(temperature, "temperature"),
+        integer(top_k, "top_k"),
+        number(top_p, "top_p"),
+        number(min_p, "min_p"),
+        number(repetition_penalty, "repetition_penalty"),
+        integer(seed, "seed"),
+    )
+    given = [Prompt(text) for text in texts(prompts, "prompts")]
     check_prompts(given)
+    num_tokens = integer(num_tokens, "num_tokens", least=1)
+    batch_size = integer(batch_size, "batch_size", least=1)
+    stop = texts(stop, "stop")
+    opened = model if isinstance(model, OpenModel) else open_model(path_of(model, "model"))
     asking = Asking(opened, sampling, num_tokens, stop, chat, system)
     return list(asking.answers(given, batch_size))
 

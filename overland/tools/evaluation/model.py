@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from overland.arguments import dtype_name, integer_or_none, path_of, path_or_none
 from overland.checkpoint.folder import committed, latest_checkpoint, step_of
 from overland.checkpoint.formats import LazyCheckpoint, open_any
 from overland.checkpoint.formats.checkpoint import (
@@ -113,7 +114,7 @@ def open_model(
     base: str | Path | None = None,
     tokenizer: str | Path | None = None,
     config: str | Path | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     device: str | None = None,
     step: int | None = None,
 ) -> OpenModel:
@@ -125,16 +126,16 @@ def open_model(
         base: The base model of adapters, if they do not name it.
         tokenizer: A tokenizer file or folder, if `path` has none.
         config: A config.json, or a folder with one, if the weights come without it.
-        dtype: float32, bfloat16 or float16; default: float32 on a CPU, bfloat16 on a GPU.
+        dtype: float32, bfloat16 or float16, or torch's; default: float32 on a CPU, bfloat16 on a
+            GPU.
         device: cpu, cuda, cuda:1, …; default: the GPU if there is one.
         step: The checkpoint of a run; default: the newest.
     """
     place = device_of(device)
     kind = dtype_of(dtype, place)
-    base, tokenizer, config = (
-        None if one is None else Path(one).expanduser() for one in (base, tokenizer, config)
-    )
-    path = Path(path).expanduser()
+    base, tokenizer = path_or_none(base, "base"), path_or_none(tokenizer, "tokenizer")
+    path, config = path_of(path, "path"), path_or_none(config, "config")
+    step = integer_or_none(step, "step", least=0)
     found = find_model(path, base=base, tokenizer=tokenizer, config=config, step=step)
     with torch.device("meta"):
         built = cast_floats(found.build(), kind)
@@ -201,7 +202,8 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
+def dtype_of(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    name = dtype_name(dtype)
     if name is None:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:

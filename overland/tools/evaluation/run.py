@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from overland.arguments import integer_or_none, path_of, path_or_none, texts
 from overland.config.schema import Comm, DataSource
+from overland.errors import ArgumentError
 from overland.parallel.comm import process_group
 from overland.tools.evaluation.evaluate import (
     Asked,
@@ -24,7 +27,7 @@ from overland.tools.evaluation.evaluate import (
 from overland.tools.evaluation.model import device_of, dtype_of
 from overland.tools.evaluation.results import Record, Report
 from overland.tools.evaluation.sweep import steps_of
-from overland.words import visible
+from overland.words import did_you_mean, visible
 from overland.world import World
 from overland.world.devices import device_type
 
@@ -35,14 +38,14 @@ if TYPE_CHECKING:
 def evaluate(
     path: str | Path,
     *,
-    data: Sequence[str] = (),
-    tasks: Sequence[str] = (),
+    data: str | Path | Sequence[str | Path] = (),
+    tasks: str | Sequence[str] = (),
     step: int | None = None,
     context: int | None = None,
     stride: int | None = None,
     limit: int | None = None,
     batch_size: int | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     tokenizer: str | Path | None = None,
     output: str | Path | None = None,
     again: bool = False,
@@ -73,21 +76,35 @@ def evaluate(
         A record per dataset or group of tasks, as `overland eval --json` prints them.
     """
     asked = Asked(
-        path=Path(path).expanduser(),
+        path=path_of(path, "path"),
         choices=DataSource(),
-        data=tuple([data] if isinstance(data, str) else data),
-        context=context,
-        stride=stride,
-        limit=limit,
-        batch_size=batch_size,
+        data=tuple(texts(data, "data", "a path or a list of paths", or_paths=True)),
+        context=integer_or_none(context, "context", least=2),
+        stride=integer_or_none(stride, "stride", least=1),
+        limit=integer_or_none(limit, "limit", least=1),
+        batch_size=integer_or_none(batch_size, "batch_size", least=1),
         dtype=None if dtype is None else dtype_of(dtype, device_of(None)),
-        tokenizer=None if tokenizer is None else Path(tokenizer).expanduser(),
-        step=step,
-        output=None if output is None else Path(output).expanduser(),
+        tokenizer=path_or_none(tokenizer, "tokenizer"),
+        step=integer_or_none(step, "step", least=0),
+        output=path_or_none(output, "output"),
         again=again,
     )
-    wanted = asked_tasks([tasks] if isinstance(tasks, str) else tasks, None, **task_settings)
+    tasks = texts(tasks, "tasks")
+    _check_settings(tasks, task_settings)
+    wanted = asked_tasks(tasks, None, **task_settings)
     return evaluate_here(asked, wanted, None, World(), quiet)
+
+
+def _check_settings(tasks: Sequence[str], settings: Mapping[str, Any]) -> None:
+    from overland.tools.evaluation.task_run import TaskOptions
+
+    known = [one.name for one in fields(TaskOptions)]
+    for name in settings:
+        if name not in known:
+            near = did_you_mean(name, [*known, *inspect.signature(evaluate).parameters])
+            raise ArgumentError(f"evaluate has no argument {name!r}{near}")
+        if not tasks:
+            raise ArgumentError(f"{name} has no effect without tasks: give both")
 
 
 def asked_tasks(tasks: Sequence[str], datasets: Path | None, **settings: Any) -> AskedTasks | None:
