@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_named(model: Path, tmp_path: Path) -> None:
         ({"device": "warp"}, "--device warp cannot be used here"),
         ({"device": "meta"}, "--device meta stores no values"),
         ({"step": 3}, "--step 3 selects a checkpoint of a run"),
-        ({"tokenizer": Path("nowhere")}, "--tokenizer: nowhere has no"),
+        ({"tokenizer": Path("nowhere")}, "--tokenizer: nowhere does not exist"),
         ({"config": Path("nowhere")}, "--config nowhere: nowhere does not exist"),
     ],
 )

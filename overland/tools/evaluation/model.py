@@ -57,7 +57,7 @@ from overland.models.registry import build_model, model_config, read_hf_config
 from overland.models.structure import tie, ties_of
 from overland.parallel.apply import build_undivided
 from overland.progress import progress_bar
-from overland.run_folder import COMMITTED, CONFIG
+from overland.run_folder import COMMITTED, CONFIG, TOKENIZER
 from overland.words import any_of, did_you_mean, size
 from overland.world.devices import device_type
 
@@ -291,6 +291,10 @@ def _in_run(
         update={"float8": "off", "mixed_precision_param": "float32"}  # the caller casts
     )
     as_built = config.model_copy(update={"lora": lora, "training": training})
+    if tokenizer is None and not (run / TOKENIZER).exists():
+        raise DataError(
+            f"{run} has no tokenizer, as after training on token ids: give one with --tokenizer"
+        )
     opened = _named(tokenizer) if tokenizer is not None else tokenizer_of(run, config.data)
     context = config.training.seq_len
     if config.checkpoint.initial_load_path is not None:  # maybe trained on longer sequences before
