@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from overland.config.errors import ConfigError, Problem
-from overland.config.load import Loaded, load_config, recipe_for
+from overland.config.load import Loaded, load_config, recipe_for, recipe_path
 from overland.run_folder import CONFIG, METRICS, README, WRITTEN_BY
 from overland.words import any_of, command, control_character, nearest_name
 
 CHOICES = ("column", "subset", "split")  # keys that select a part of a dataset
+RECIPE = "recipe "  # what the place of a key begins with if a packaged recipe sets it
+FETCH = re.compile(r"^\s*#.*\boverland fetch (.+?) --to ([^\s`]+)", flags=re.MULTILINE)
 # torchtitan's names for parts of C4, and the files they stand for.
 C4 = {"c4": "train", "c4_test": "validation", "c4_validation": "validation"}
 
@@ -98,7 +103,7 @@ def check_folder(loaded: Loaded) -> Iterator[Problem]:
     two configs may have the same name, or a config may have been edited."""
     config, key = loaded.config, "job.dump_folder"
     before = Path(config.job.dump_folder) / CONFIG
-    is_named = loaded.is_set(key) and not loaded.where(key).startswith("recipe ")
+    is_named = loaded.is_set(key) and not loaded.where(key).startswith(RECIPE)
     if is_named or config.checkpoint.resume == "none" or not before.is_file():
         return
     try:
@@ -128,7 +133,8 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
             message = "a source is either a path or a named dataset, not both"
             yield Problem(message, loaded.where(key), key, source.dataset)
         if source.path is not None and not _is_data(source.path):
-            yield _missing(loaded, f"data.sources.{name}.path", source.path)
+            key = f"data.sources.{name}.path"
+            yield _missing(loaded, key, source.path, subset=source.subset)
         elif source.path is None:
             key = f"data.sources.{name}"
             yield from _dataset(loaded, key, source.dataset or name, f"{key}.path")
@@ -224,10 +230,12 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
         names = any_of([*built_in, *data.datasets, f"a folder in {data.folder}"])
         yield Problem(f"no such dataset; expected {names}", where, key, name, f'"{near}"')
         return
+    folder = f"{data.folder}/{name}"
+    way_out = _commented_fetch(where, folder) or fetch_line(name, folder)
     torchtitan = " (torchtitan's name for a public dataset)" if name in C4 else ""
     message = (
-        f"not on this machine{torchtitan}; {fetch_line(name, f'{data.folder}/{name}')}, or set "
-        f"data.datasets.{name} or {path_key} to a folder"
+        f"not on this machine{torchtitan}; {way_out}, or set data.datasets.{name} or {path_key} to "
+        "a folder"
     )
     yield Problem(message, where, key, name, kind="missing", can_be_fetched=True)
 
@@ -242,11 +250,44 @@ def fetch_line(name: str, path: str) -> str:
     return f"`{command('overland', 'fetch', 'dataset', *which, '--to', path)}` fetches it"
 
 
-def _missing(loaded: Loaded, key: str, path: str, way_out: str = "") -> Problem:
+def _missing(
+    loaded: Loaded, key: str, path: str, way_out: str = "", subset: str | None = None
+) -> Problem:
     near = _near_path(Path(path).expanduser())
+    where = loaded.where(key)
+    way_out = _commented_fetch(where, path, subset) or way_out or _comments_of_recipe(where)
     can_be_fetched = bool(way_out) and near is None
     message = "no such file or folder" + (f"; {way_out}" if can_be_fetched else "")
-    return Problem(message, loaded.where(key), key, path, near, "missing", can_be_fetched)
+    return Problem(message, where, key, path, near, "missing", can_be_fetched)
+
+
+def _commented_fetch(where: str, path: str, subset: str | None = None) -> str:
+    """Returns the command that fetches a path according to the comments of the file that sets it;
+    "" if they name none."""
+    name = where.rpartition(":")[0]
+    file = _recipe_at(where) or Path(name).expanduser()
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    for rest, to in FETCH.findall(text):
+        with suppress(ValueError):  # unbalanced quotes
+            words = shlex.split(rest)
+            is_other_subset = subset is not None and "--subset" in words and subset not in words
+            if Path(to) == Path(path) and not is_other_subset:
+                return f"`{command('overland', 'fetch', *words, '--to', to)}` fetches it"
+    return ""
+
+
+def _comments_of_recipe(where: str) -> str:
+    """Says where a recipe describes what no single command can fetch; "" for other configs."""
+    recipe = _recipe_at(where)
+    if recipe is None:
+        return ""
+    copy = command("overland", "init", recipe.stem)
+    return f"the recipe's comments say how to get it (`{copy}` copies the recipe here)"
+
+
+def _recipe_at(where: str) -> Path | None:
+    name = where.rpartition(":")[0]
+    return recipe_path(name.removeprefix(RECIPE)) if name.startswith(RECIPE) else None
 
 
 def _near_path(path: Path) -> str | None:

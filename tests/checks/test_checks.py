@@ -443,6 +443,35 @@ def test_check_refuses_a_path_that_train_refuses_and_still_describes_the_run() -
     assert done.stdout.endswith(end)
 
 
+def test_comments_of_a_config_name_the_command_that_fetches_a_path() -> None:
+    Path("mine.toml").write_text(
+        "[data]\nbad_documents = 'skip'\n"
+        "# overland fetch dataset me/mine --subset one --to data/mine\n"
+        "# Fetch it with `overland fetch dataset me/mine --subset two --to ./data/mine`, or not.\n"
+        "[data.sources.mine]\npath = 'data/mine'\nsubset = 'two'\n"
+        "# overland fetch dataset me/unbalanced's --to data/other\n"
+        "[data.sources.other]\npath = 'data/other'\n"
+    )
+    done = CliRunner().invoke(app, ["check", "mine.toml", "--no-step"])
+    assert done.exit_code == 2, done.output
+    fetch = "overland fetch dataset me/mine --subset two --to ./data/mine` fetches it\n"
+    assert fetch in done.stdout
+    assert 'data.sources.other.path = "data/other": no such file or folder\n' in done.stdout
+    done = CliRunner().invoke(app, ["check", "mine.toml", "--no-step", "data.sources.other.path=x"])
+    assert 'data.sources.other.path = "x": no such file or folder\n' in done.stdout
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_whatever_a_recipe_lacks_is_listed_with_the_way_to_get_it(recipe: str) -> None:
+    done = CliRunner().invoke(app, ["check", recipe, "--no-step"])
+    assert done.exit_code == 0, done.output
+    lines = [one for one in done.stdout.splitlines() if one.startswith("  recipe ")]
+    ways = ("` fetches it", "` creates it", "the recipe's comments say how to get it")
+    assert all(any(way in line for way in ways) for line in lines), done.stdout
+    assert "OWNER/NAME" not in done.stdout
+    assert " NAME" not in done.stdout
+
+
 def test_check_describes_what_train_would_do_on_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
