@@ -73,4 +73,8 @@ def register_callback(factory: Factory) -> Factory:
 
 
 def user_callbacks(run: Run) -> list[Callback]:
-    return [callback for factory in _factories if (callback := factory(run)) is not None]
+    made = [callback for factory in _factories if (callback := factory(run)) is not None]
+    for callback in made:
+        if not isinstance(callback, Callback):
+            raise refused("a registered callback", callback, "an overland.Callback, or None")
+    return made

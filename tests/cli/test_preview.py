@@ -54,6 +54,14 @@ def test_the_text_is_that_of_the_document(folder: Path) -> None:
     assert "32 tokens, 0 without a loss" in shown
 
 
+def test_a_step_too_far_away_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text("a short text of a few words, read over and over\n" * 20)
+    few = [*TINY, "training.dataset_path=few.txt", "data.vocab_size=300"]
+    for step, why in ((10**12, "epochs into the data, too far"), (10**13, "expected an integer")):
+        words = ["data", "preview", "quickstart", *few, "--step", str(step)]
+        assert why in overland(*words, cwd=tmp_path, code=2).stderr
+
+
 def test_no_torch_is_imported(folder: Path) -> None:
     code = (
         "import sys; sys.argv = ['overland', 'data', 'preview', 'runs/quickstart', '--step', '9']\n"

@@ -17,6 +17,7 @@ import torch
 import overland
 from overland.config.load import recipe_names
 from overland.config.validate import validate_again
+from overland.training import callbacks
 from tests.cli.processes import ROOT, environment
 from tests.cli.processes import overland as command
 
@@ -210,6 +211,19 @@ def test_arguments_of_another_kind_are_refused_by_name(
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_function_that_makes_something_else_than_a_callback_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(callbacks, "_factories", [])
+    overland.register_callback(lambda run: None)
+    assert callbacks.user_callbacks(None) == []
+    overland.register_callback(lambda run: 3)
+    with pytest.raises(
+        overland.OverlandError, match=r"= 3: expected an overland\.Callback, or None"
+    ):
+        callbacks.user_callbacks(None)
 
 
 @pytest.mark.parametrize("name", recipe_names())
