@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -86,7 +89,19 @@ add_help(app)
 
 
 def main() -> None:
+    mend_streams()
     app()
+
+
+def mend_streams() -> None:
+    """Prints `?` for letters that the terminal's encoding lacks, and nothing into a closed stream,
+    instead of ending a run."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def run(*words: str) -> None:

@@ -148,14 +148,17 @@ def train_rank(
     config: JobConfig, world: World, printing: Collection[int] = (0,), beat: Heartbeat | None = None
 ) -> Trained:
     """Trains on this rank."""
-    from overland.training.screen import Screen
+    from overland.training.screen import Screen, fall_silent
 
     beat = beat or Heartbeat()
     beat.enter(Phase.JOINING, doing="" if world.size > 1 else "starting")
     with Screen.of(config, world, printing, beat) as screen:
         result, words = _train_among_ranks(config, world, screen)
     if words and printing:
-        print(words)
+        try:
+            print(words, flush=True)
+        except BrokenPipeError:  # everything is saved
+            fall_silent()
     beat.enter(Phase.FINISHED if result.finished else Phase.STOPPED)
     if not result.finished and beat.is_read and world.is_first:
         say(world.rank, Kind.STOPPED, f"step {beat.step}", beat.step)

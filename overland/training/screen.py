@@ -30,6 +30,20 @@ NO_TERMINALS = ("dumb", "unknown")
 Line = Callable[[int], Text]
 
 
+class PatientConsole(RichConsole):
+    """A console whose reader may go away, as `tee` does at Ctrl-C: the run goes on, and saves."""
+
+    def on_broken_pipe(self) -> None:  # rich would end the process
+        self.quiet = True
+        fall_silent()
+
+
+def fall_silent() -> None:
+    """Discards all further output, so that it cannot fail either when the process ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Screen:
     """Prints on the ranks that should print, and draws the status line while it is open."""
 
@@ -43,7 +57,7 @@ class Screen:
         self.trains = False
         """Whether steps are running, during which the phase changes all the time."""
         self._prefix = f"[rank {rank}] " if rank else ""
-        self._console = RichConsole(
+        self._console = PatientConsole(
             no_color=no_color or None, highlight=False, soft_wrap=True, emoji=False
         )
         self._live: Live | None = None

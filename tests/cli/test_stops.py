@@ -143,6 +143,31 @@ def test_a_terminal_that_is_closed_saves_and_stops(tmp_path: Path) -> None:
     assert newest(tmp_path).name == f"step_{stopped}.preempt"
 
 
+@pytest.mark.parametrize("num_ranks", ["1", "2"])
+def test_a_reader_that_goes_away_first_keeps_no_run_from_saving(
+    tmp_path: Path, num_ranks: str
+) -> None:
+    """As `tee` does in `overland train … | tee log`, when Ctrl-C reaches both."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "overland", *WORDS, *steps(600), "metrics.log_freq=1"],
+        cwd=tmp_path,
+        env=environment(NGPU=num_ranks),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)
+    assert process.stdout is not None
+    process.stdout.close()
+    wait_for_step(
+        tmp_path / RUN / "metrics.jsonl", 1 + max(losses(tmp_path / RUN / "metrics.jsonl"))
+    )
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(LIMIT_SECONDS) == STOPPED
+    stopped = max(losses(tmp_path / RUN / "metrics.jsonl"))
+    assert newest(tmp_path).name == f"step_{stopped}.preempt"
+
+
 def test_nohup_keeps_a_run_from_stopping_when_the_terminal_is_closed() -> None:
     program = "import signal, overland.world.signals as s; print(signal.SIGHUP in s.SIGNALS)"
     for words, answers in ([], "True"), (["nohup"], "False"):

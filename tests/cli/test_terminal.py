@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -124,3 +125,19 @@ def test_whoever_leaves_at_once_shows_the_cursor_again() -> None:
     assert b"\x1b[?25hstopped" in os.read(terminal, 4096)
     os.close(theirs)
     os.close(terminal)
+
+
+def test_letters_that_the_terminal_lacks_and_closed_outputs_end_nothing(tmp_path: Path) -> None:
+    for number, how in enumerate(("PYTHONIOENCODING=ascii", "PYTHONIOENCODING=latin-1", ">&-")):
+        run = f"runs/größe {number}"
+        train = [sys.executable, "-m", "overland", "train", "quickstart", *TINY,
+                 "training.steps=2", f"job.dump_folder={run}"]  # fmt: skip
+        for words in (train, [sys.executable, "-m", "overland", "ls"]):
+            command = shlex.join(words)
+            command = f"{command} {how}" if how.startswith(">") else f"{how} {command}"
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=tmp_path, env=environment(NGPU="1"),
+                capture_output=True, timeout=LIMIT_SECONDS,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr.decode(errors="replace")
+        assert (tmp_path / run / "done").exists()
