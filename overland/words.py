@@ -108,8 +108,14 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 def command(*words: object) -> str:
     """Returns a command of this installation with its arguments, quoted for the shell: by name if
     the PATH finds this installation, otherwise by its path."""
-    name, *rest = map(str, words)
-    return " ".join([_program(name), *map(shlex.quote, rest)])
+    name, *rest = words
+    return " ".join([_program(str(name)), *(shlex.quote(_argument(word)) for word in rest)])
+
+
+def _argument(word: object) -> str:
+    """A path that begins with a dash would be taken for an option."""
+    text = str(word)
+    return f"./{text}" if isinstance(word, Path) and text.startswith("-") else text
 
 
 def _program(name: str) -> str:

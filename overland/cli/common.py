@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar
 
 import typer
@@ -59,6 +60,12 @@ def complete_recipe(incomplete: str) -> list[str]:
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
 
+def complete_site(incomplete: str) -> list[str]:
+    from overland.tools.jobs.site import site_files
+
+    return [name for name in sorted(site_files()) if name.startswith(incomplete)]
+
+
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
@@ -71,6 +78,12 @@ Settings = Annotated[
 
 def split_settings(words: list[str] | None) -> tuple[str | None, list[str]]:
     """Returns CONFIG, if the first word is one, and the remaining words."""
-    if words and not words[0].startswith("--") and "=" not in words[0]:
+    if words and not words[0].startswith("--") and not is_setting(words[0]):
         return words[0], words[1:]
     return None, list(words or [])
+
+
+def is_setting(word: str) -> bool:
+    """Whether a word is `section.key=value`; a path may have an equals sign, too."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and "/" not in key and not Path(word).exists()

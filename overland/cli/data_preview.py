@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overland.cli.common import user_errors
+from overland.cli.common import complete_recipe, user_errors
 from overland.words import any_of, visible
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ MOST_PLACES = 4  # documents that the line above a row names
 
 @user_errors
 def preview(
-    config: Annotated[str, typer.Argument(help="A config, a recipe, or a run folder.")],
+    config: Annotated[
+        str,
+        typer.Argument(help="A config, a recipe, or a run folder.", autocompletion=complete_recipe),
+    ],
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[section.key=value ...]", show_default=False)
     ] = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from overland.cli.common import user_errors
+from overland.cli.common import complete_site, user_errors
 
 WIDTH = 24
 
@@ -19,7 +19,10 @@ def doctor(
         str | None, typer.Argument(help="Config or recipe to start once; default: quickstart.")
     ] = None,
     site: Annotated[
-        str | None, typer.Option(help="Name or file of a site, to check what it needs.")
+        str | None,
+        typer.Option(
+            help="Name or file of a site, to check what it needs.", autocompletion=complete_site
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

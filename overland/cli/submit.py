@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from overland.cli.common import Settings, split_settings, user_errors
+from overland.cli.common import Settings, complete_site, split_settings, user_errors
 
 if TYPE_CHECKING:
     from overland.config.errors import ProblemKind
@@ -33,12 +33,6 @@ class Submit(TyperCommand):
         pairs = zip(args, [*args[1:], "--"], strict=False)
         args = ["--sites" if a == "--site" and b.startswith("--") else a for a, b in pairs]
         return super().parse_args(ctx, args)
-
-
-def complete_site(incomplete: str) -> list[str]:
-    from overland.tools.jobs.site import site_files
-
-    return [name for name in sorted(site_files()) if name.startswith(incomplete)]
 
 
 @user_errors
@@ -299,7 +293,10 @@ def archive(name: str | None) -> str | None:
 @user_errors
 def env(
     site: Annotated[
-        str | None, typer.Argument(help="Name or file of a site.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="Name or file of a site.", show_default=False, autocompletion=complete_site
+        ),
     ] = None,
 ) -> None:
     """Print the one-time setup script for a cluster, commented: overland env SITE > setup.sh"""

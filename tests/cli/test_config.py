@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from overland.cli.config import app
 from overland.config.fields import all_keys
+from overland.words import command
 
 runner = CliRunner()
 
@@ -94,3 +95,15 @@ def test_a_broken_config_ends_with_2_and_its_lines_alone() -> None:
         "run.toml:2: training.step = 3: unknown key; did you mean training.steps?\n"
         "run.toml:3: training.seq_len = 0: expected a positive whole number\n"
     )
+
+
+def test_a_path_with_an_equals_sign_is_a_config(tmp_path: Path) -> None:
+    folder = tmp_path / "lr=1e-3"
+    folder.mkdir()
+    (folder / "run.toml").write_text("[training]\nsteps = 7\n")
+    for path in ("lr=1e-3/run.toml", "./lr=1e-3/run.toml"):
+        assert "steps = 7" in runner.invoke(app, ["show", path]).stdout
+
+
+def test_suggested_commands_take_a_path_with_a_dash_for_a_path() -> None:
+    assert command("overland", "report", Path("-run"), "--json").endswith(" report ./-run --json")
