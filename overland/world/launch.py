@@ -2,9 +2,9 @@
 
 A rank that should not print (`LOG_RANK`) writes to `logs/rank_N.log` in the run folder. The first
 rank to fail ends the others, and the end of its log is shown, unless it is an error that another
-rank has already printed. Ctrl-C reaches all ranks through the
-terminal: they finish their step, save and exit; a second one ends them at once. Closing the
-terminal also makes them save and exit, by SIGHUP.
+rank has already printed. Ctrl-C reaches all ranks through the terminal: they finish their step,
+save and exit; a second one ends them at once. Closing the terminal also makes them save and exit,
+by SIGHUP.
 """
 
 from __future__ import annotations
