@@ -37,7 +37,7 @@ from overland.checkpoint.read import fill, open_checkpoint, read_marker
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
-from overland.config.schema import JobConfig
+from overland.config.schema import Data, JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import tokenizer_of
 from overland.errors import CheckpointError, DataError, ModelError, OutOfMemoryError
@@ -291,11 +291,7 @@ def _in_run(
         update={"float8": "off", "mixed_precision_param": "float32"}  # the caller casts
     )
     as_built = config.model_copy(update={"lora": lora, "training": training})
-    if tokenizer is None and not (run / TOKENIZER).exists():
-        raise DataError(
-            f"{run} has no tokenizer, as after training on token ids: give one with --tokenizer"
-        )
-    opened = _named(tokenizer) if tokenizer is not None else tokenizer_of(run, config.data)
+    opened = _named(tokenizer) if tokenizer is not None else _own_tokenizer(run, config.data)
     context = config.training.seq_len
     if config.checkpoint.initial_load_path is not None:  # maybe trained on longer sequences before
         context = max(context, getattr(architecture, "max_position_embeddings", context))
@@ -404,6 +400,17 @@ def _on_base(
     if has_adapters(model.weights()):
         raise CheckpointError(f"--base {base} has adapters itself: give the model without them")
     return join(model, adapters)
+
+
+def _own_tokenizer(run: Path, data: Data) -> Tokenizer:
+    try:
+        return tokenizer_of(run, data)
+    except DataError:
+        if (run / TOKENIZER).exists():
+            raise
+        raise DataError(
+            f"{run} has no tokenizer, as after training on token ids: give one with --tokenizer"
+        ) from None
 
 
 def _require_text(architecture: Any, path: Path) -> None:
