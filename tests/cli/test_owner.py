@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from overland.checkpoint.folder import latest_checkpoint
 from overland.cli.main import app
 from tests.cli.processes import TINY, interrupt, overland, start_overland, wait_for_step
 
@@ -34,6 +35,10 @@ def test_a_second_run_is_refused_and_changes_nothing_until_the_first_is_dead(
     first = start_overland(*WORDS, cwd=tmp_path, NGPU="1")
     try:
         wait_for_step(RUN / "metrics.jsonl", 30)
+        step = 30
+        while latest_checkpoint(RUN / "checkpoint") is None:  # saved while training goes on
+            step += 10
+            wait_for_step(RUN / "metrics.jsonl", step)
         code, seen = watched(RUN)
         assert (code, seen["state"], seen["steps"]) == (0, "training", 100_000)
         assert seen["step"] >= 30

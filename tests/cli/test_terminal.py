@@ -96,7 +96,7 @@ def test_the_bar_is_as_wide_as_the_terminal_and_what_is_said_stays(tmp_path: Pat
     ):
         assert re.search(rf"^{name} +\S", opening, flags=re.MULTILINE), name
     assert len(wide) == 200
-    for word in ("/100,000", "epoch ", "loss ", "lr ", "grad ", " tok/s", " GiB", " left"):
+    for word in ("/100,000", "epoch ", "loss~", "lr ", "grad ", " tok/s", " GiB", " left"):
         assert word in wide
     run.resize(80)
     assert len(run.read_until(re.compile(rf"^{BAR}.{{,79}} left$"))) == 80
