@@ -102,7 +102,7 @@ def test_the_bar_is_as_wide_as_the_terminal_and_what_is_said_stays(tmp_path: Pat
     assert len(run.read_until(re.compile(rf"^{BAR}.{{,79}} left$"))) == 80
     run.resize(40)
     narrow = run.read_until(re.compile(r"^[^━]{,40} left$"))
-    assert re.fullmatch(r"[\d,]+/100,000  loss [\d.]+(  [▁-█]+)?  \S.* left", narrow)
+    assert re.fullmatch(r"[\d,]+/100,000  loss~[\d.]+(  [▁-█]+)?  \S.* left", narrow)
     run.read_until(re.compile(r"^step \d+  validation_loss/squares.jsonl "))
     os.killpg(run.pid, signal.SIGINT)
     said = run.read_all()
