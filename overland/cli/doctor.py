@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from overland.cli.common import complete_site, user_errors
+from overland.words import number_of
 
 WIDTH = 24
 
@@ -41,6 +42,6 @@ def doctor(
     if as_json:
         print(json.dumps({**counts, "findings": [asdict(one) for one in findings]}, indent=2))
     else:
-        numbers = [f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in counts.items()]
+        numbers = [number_of(count, kind) for kind, count in counts.items()]
         print(f"\n{len(findings)} checks: {', '.join(numbers)}.")
     raise typer.Exit(1 if counts["error"] else 0)

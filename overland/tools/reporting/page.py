@@ -28,7 +28,7 @@ from overland.tools.reporting.run import Figure, RunReport, Setting, moment
 from overland.tools.reporting.sessions import Session
 from overland.tools.reporting.svg import chart_svg, in_page, stacked_bar, timeline_svg, value_words
 from overland.tools.watch.watch import STATES
-from overland.words import command, duration, visible
+from overland.words import command, duration, number_of, visible
 
 TABLE_ROWS = 12  # in the table of a chart's numbers
 MOST_SESSIONS = 200
@@ -226,7 +226,7 @@ def chart_figure(chart: Chart) -> str:
     about = ", ".join(word for word in (chart.unit, chart.note) if word)
     odd = sum(len(line.odd) for line in chart.lines)
     if odd:
-        about += f"{'; ' if about else ''}{odd:,} value{'s' * (odd > 1)} not finite (▼)"
+        about += f"{'; ' if about else ''}{number_of(odd, 'value')} not finite (▼)"
     wide = ' class="chart wide"' if chart.id == "loss" else ' class="chart"'
     return (
         f'<figure{wide} data-chart="{text(chart.id)}"><figcaption><h3>{text(chart.title)}</h3>'
