@@ -211,7 +211,8 @@ def evaluate(
         if as_json:
             print(json.dumps(results, indent=2))
             return
-        print(*map(visible, tables(results, is_sweep=steps is not None)), sep="\n\n")
+        shown = tables(results, is_sweep=steps is not None, advises=prefix is Prefix.auto)
+        print(*map(visible, shown), sep="\n\n")
 
 
 def check_together(words: Any) -> None:  # a Context of typer, or of the click that it bundles

@@ -30,16 +30,16 @@ FINE = ("loss", "bits/byte", "perplexity/byte", "value", "±")
 MOST_COLUMNS = 6  # of a curve, not counting the step
 
 
-def tables(results: Sequence[Result], is_sweep: bool) -> Iterator[str]:
+def tables(results: Sequence[Result], is_sweep: bool, advises: bool = True) -> Iterator[str]:
     """Yields a table of perplexities and one of scores; for a sweep, one table of all
-    checkpoints."""
+    checkpoints. `advises`: whether to advise a prefix, which the user has not chosen yet."""
     if is_sweep:
         yield curve(results)
         return
     if perplexities := [one for one in results if one["kind"] != "tasks"]:
         cells = [[one.get(key) for key in PERPLEXITY.values()] for one in perplexities]
         yield aligned(list(PERPLEXITY), cells)
-        yield "\n".join(line for one in perplexities for line in about_perplexity(one))
+        yield "\n".join(line for one in perplexities for line in about_perplexity(one, advises))
     for one in results:
         if one["kind"] == "tasks":
             cells = [[score.get(key) for key in TASKS.values()] for score in one["scores"]]
@@ -102,7 +102,7 @@ def _cell(value: object, is_fine: bool) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def about_perplexity(one: Result) -> Iterator[str]:
+def about_perplexity(one: Result, advises: bool) -> Iterator[str]:
     """Yields how the numbers were measured, and what they leave out."""
     settings = one["settings"]
     how = "all documents joined" if settings["joined"] else "each document separately"
@@ -111,9 +111,10 @@ def about_perplexity(one: Result) -> Iterator[str]:
         f"{settings['stride']:,}, in {settings['dtype']}"
     )
     if one["unscored"]:
+        may_prefix = advises and settings["prefix"] is None and one.get("takes_prefix", True)
         yield (
-            f"  {one['unscored']:,} first tokens are not scored, because no BOS precedes them "
-            "(--prefix eos scores them)"
+            f"  {one['unscored']:,} first tokens are not scored, because nothing precedes them"
+            + (" (--prefix eos scores them)" if may_prefix else "")
         )
     if one["skipped_documents"]:
         yield f"  {one['skipped_documents']:,} documents could not be read"

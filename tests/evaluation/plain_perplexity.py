@@ -27,16 +27,20 @@ def plain_losses(
     context: int,
     stride: int,
     prefix: int | None = None,
+    between: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[float, int]:
-    """(summed loss, tokens that are scored), window by window and one at a time."""
+    """(summed loss, tokens that are scored), window by window and one at a time. With a token
+    `between` them, the documents are one text."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     total, count = 0.0, 0
-    for text in documents:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in documents]
+    if between is not None:
+        found = [[token for one in found for token in (between, *one)][1:]]
+    for ids in found:
         if prefix is not None:
             ids = [prefix, *ids]
         scored_up_to = 1

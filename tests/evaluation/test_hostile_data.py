@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from overland.cli.eval_tables import about_perplexity
 from overland.errors import DataError, ModelError
 from overland.tools.evaluation import evaluate as evaluate_module
 from overland.tools.evaluation import parts as parts_module
@@ -52,6 +53,21 @@ def test_empty_and_short_documents_have_nothing_to_score(model: Path, tmp_path: 
         alone(model, lines(tmp_path, "", "a", "b"))
     scored = alone(model, lines(tmp_path, "", "a", "b"), prefix="eos")
     assert (scored["tokens"], scored["bytes"], scored["words"]) == (2, 2, 2)
+
+
+def test_a_prefix_is_advised_where_it_has_an_effect(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokens to score$"):
+        alone(model, lines(tmp_path, "a"), prefix="none")
+    record = alone(model, lines(tmp_path, TEXT), context=32)
+    assert "--prefix eos" in "".join(about_perplexity(record, advises=True))
+    assert "--prefix" not in "".join(about_perplexity(record, advises=False))
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"tokens": [5, 6, 7]}\n')
+    with pytest.raises(DataError, match="--prefix eos has no effect on ids"):
+        alone(model, ids, prefix="eos")
+    record = alone(model, ids)
+    assert record["unscored"] == 1
+    assert "--prefix" not in "".join(about_perplexity(record, advises=True))
 
 
 def test_no_documents_is_an_error(model: Path, tmp_path: Path) -> None:

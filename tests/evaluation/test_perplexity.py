@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,61 @@ def test_parts_count_every_token_once_wherever_they_are_cut(
         found = [part.make() for part in cutter.parts(documents)]
         scored = [label for part in found for row in part.rows
                   for label in row.labels.tolist() if label != IGNORED]  # fmt: skip
-        end = [tokenizer.eos_id] if joined else []
-        expected = [[*one.ids.tolist(), *end] for one in documents if one.ids is not None]
+        expected = [one.ids.tolist() for one in documents if one.ids is not None]
         if joined:
-            expected = [[token for text in expected for token in text]]
+            between = [token for text in expected for token in (tokenizer.eos_id, *text)]
+            expected = [between[1:]]
         assert scored == [token for text in expected for token in text[1:]]
         assert sum(part.unscored for part in found) == sum(bool(text) for text in expected)
+
+
+def test_joined_documents_have_the_windows_of_one_text(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For strides up to the context, wherever the text ends."""
+    monkeypatch.setattr(parts_module, "LEAST_TOKENS", 40)
+    monkeypatch.setattr(parts_module, "WINDOWS", 2)
+    monkeypatch.setattr(parts_module, "TOGETHER", 2)
+    tokenizer = Tokenizer(model / "tokenizer.json", add_eos=False)
+    for size in (*range(40), 64, 65, 200):
+        ids = np.arange(1, size + 1)
+        documents = [Document(ids=one) for one in np.array_split(ids, 3)]
+        text = np.concatenate([[tokenizer.eos_id, *one] for one in np.array_split(ids, 3)])[1:]
+        for context in (2, 5, 8, 32):
+            for stride in {1, context // 2, context // 2 + 1, context - 1, context}:
+                cutter = Cutter(tokenizer, context, stride, joined=True)
+                parts = islice(cutter.parts(documents), 500)  # of fewer; it once never ended
+                rows = [row for part in parts for row in part.make().rows]
+                plain = [row_of(text, span) for span in spans(len(text), context, stride)]
+                for row, other in zip(rows, plain, strict=True):
+                    assert row.tokens.tolist() == other.tokens.tolist()
+                    assert row.labels.tolist() == other.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [(None, [5, 6, 0, 7]), (0, [0, 5, 6, 0, 7]), (299, [299, 5, 6, 0, 299, 7])],
+)
+def test_a_prefix_precedes_each_joined_document(
+    model: Path, prefix: int | None, expected: list[int]
+) -> None:
+    tokenizer = Tokenizer(model / "tokenizer.json")
+    assert tokenizer.eos_id == 0
+    cutter = Cutter(tokenizer, 16, 16, prefix, joined=True)
+    documents = [Document(ids=np.array([5, 6])), Document(ids=np.array([7]))]
+    (part,) = [part.make() for part in cutter.parts(documents)]
+    (row,) = part.rows
+    assert [*row.tokens.tolist(), row.labels.tolist()[-1]] == expected
+    assert part.unscored == int(prefix is None)
+
+
+def test_of_joined_conversations_only_learned_tokens_are_scored(model: Path) -> None:
+    tokenizer = Tokenizer(model / "tokenizer.json")
+    learned = np.array([False, True, True])
+    documents = [Document(ids=np.array([5, 6, 7]), is_bare=False, counts=learned)] * 2
+    (part,) = [one.make() for one in Cutter(tokenizer, 8, 8, joined=True).parts(documents)]
+    scored = [one for row in part.rows for one in row.labels.tolist() if one != IGNORED]
+    assert (scored, part.unscored) == ([6, 7, 6, 7], 0)
 
 
 def test_parts_that_come_twice_and_in_any_order_have_the_same_sum() -> None:
@@ -148,6 +198,17 @@ def test_it_is_what_a_plain_loop_of_transformers_computes(
     assert found["words"] == sum(len(one.split()) for one in documents)
     assert found["bits_per_byte"] == pytest.approx(loss / found["bytes"] / math.log(2), rel=1e-6)
     assert found["unscored"] == sum(bool(one) for one in documents)
+
+
+def test_joined_it_is_what_a_plain_loop_computes_on_one_text(
+    model: Path, corpora: dict[str, tuple[Path, list[str]]], tmp_path: Path
+) -> None:
+    path, documents = corpora["lines"]
+    asked: dict[str, Any] = {"context": 48, "stride": 48}
+    found = alone(model, path, joined=True, output=tmp_path, **asked)
+    loss, tokens = plain_losses(model, documents, between=0, **asked)
+    assert (found["tokens"], found["unscored"]) == (tokens, 1)
+    assert found["summed_loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_the_first_token_follows_eos_if_asked(

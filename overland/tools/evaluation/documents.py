@@ -83,6 +83,13 @@ class EvaluationSet:
     def place(self) -> str:
         return str(getattr(self.source, "place", self.name))
 
+    @property
+    def takes_prefix(self) -> bool:
+        """Whether its documents have no special tokens yet: text, or a corpus made of text."""
+        layout = _layout_of(self.source)
+        kind = layout.kind if layout is not None else getattr(self.source, "kind", "text")
+        return bool(kind == "text")
+
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Yields the documents in order, at most `limit` of them."""
         chunks = list_chunks(self.source)

@@ -54,6 +54,7 @@ T = TypeVar("T")
 MOST_CONTEXT = 4096  # the default is no longer, although many models allow 131,072 tokens
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 LINE_SECONDS = 30.0
+JOINED = 2  # how documents are joined: the first way scored an EOS after the last one too
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,13 @@ def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Re
     asked, found = session.asked, session.found
     base = asked.base or base_of(found.path)
     marks, weights = session.once(lambda: (one.marks(), mark_of_weights(found.path, base)))
+    if asked.prefix in ("bos", "eos") and not one.takes_prefix:
+        raise DataError(
+            f"--prefix {asked.prefix} has no effect on {one.name}, which has token ids: they are "
+            "scored as they are"
+        )
     key = [weights, one.fingerprint(marks), found.tokenizer.fingerprint, asdict(settings)]
+    key += [JOINED] if settings.joined else []
     kept = Kept(asked.place(found), KIND, one.name, key, session.report)
     before, done = session.once(partial(_kept_before, kept, asked.again, session.report))
     if before is not None:
@@ -212,7 +219,8 @@ def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Re
         )
     sums = total([*done, *session.gathered(mine)])
     session.once(partial(one.require_unchanged, marks))
-    require_some(sums, one.name)
+    may_prefix = asked.prefix == "auto" and settings.prefix is None and one.takes_prefix
+    require_some(sums, one.name, may_prefix)
     record = {
         "kind": KIND,
         "name": one.name,
@@ -223,6 +231,7 @@ def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Re
         **{name: value for name, value in asdict(sums).items() if name != "loss"},
         "summed_loss": sums.loss,
         "skipped_documents": one.num_bad,
+        "takes_prefix": one.takes_prefix,
         "settings": asdict(settings),
         "ranks": session.world.size,
         "seconds": round(time.monotonic() - started, 3),

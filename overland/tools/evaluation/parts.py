@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
@@ -51,7 +52,8 @@ class Cutter:
     context: int
     stride: int
     prefix: int | None = None
-    """The token that a document's first token is predicted from; None: it is not scored."""
+    """The token that a document's first token is predicted from; None: it is not scored, unless
+    documents are joined, where EOS comes before all but the first."""
     joined: bool = False
     vocab_size: int | None = None
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 62)))
@@ -116,11 +118,16 @@ class Cutter:
         encoded: list[Ids] = []
         most = max(1, self.part_tokens // self.stride)
         source = iter(documents)
+        before: Document | None = None
         while some := list(islice(source, TOGETHER)):
             found = self._encode(some)
+            pieces: list[tuple[Ids, npt.NDArray[np.bool_] | None]] = []
+            for document, ids in zip(some, found, strict=True):
+                pieces += [(self._between(before, document), None), (ids, document.counts)]
+                before = document
+            text.add(pieces)
             those += some
             encoded += found
-            text.add(found)
             while rows := text.take(most):
                 yield self._part_of_joined(rows, those, encoded)
                 those, encoded = [], []
@@ -132,20 +139,27 @@ class Cutter:
 
     def _part_of_joined(self, rows: list[Row], those: list[Document], encoded: list[Ids]) -> Part:
         number = next(self._numbers)
-        # The very first token has nothing before it. BOS is not part of the text.
-        unscored = int(number == 0 and bool(rows) and rows[0].tokens[0] != self._bos)
+        # The very first token has nothing before it. A prefix is not part of the text.
+        is_first = number == 0 and bool(rows) and those[0].counts is None
+        unscored = int(is_first and rows[0].tokens[0] != self.prefix)
 
         def make() -> Rows:
-            return Rows(rows, unscored, *self._measure(those, encoded))
+            some = [row for row in rows if row.num_scored]
+            return Rows(some, unscored, *self._measure(those, encoded))
 
         return Part(number, len(those), make)
 
-    @property
-    def _bos(self) -> int | None:
-        return self.tokenizer.bos_id if self.tokenizer.add_bos else None
+    def _between(self, before: Document | None, document: Document) -> Ids:
+        """Returns the special tokens between two joined documents: EOS after the one, and the
+        prefix of the other, which is not written twice if it is EOS too."""
+        eos = self.tokenizer.eos_id
+        found = [eos] if before is not None and before.is_bare and eos is not None else []
+        if document.is_bare and self.prefix is not None and found != [self.prefix]:
+            found.append(self.prefix)
+        return np.array(found, np.int64)
 
     def _encode(self, documents: Sequence[Document]) -> list[Ids]:
-        """Returns the ids of each document, with any prefix."""
+        """Returns the ids of each document; with any prefix, unless documents are joined."""
         texts = [one.text for one in documents if one.text is not None]
         encoded = iter(self.tokenizer.encode_documents(texts)) if texts else iter(())
         first, last = int(self.tokenizer.add_bos), int(self.tokenizer.add_eos)
@@ -155,17 +169,11 @@ class Cutter:
             if ids is None:
                 framed = next(encoded)
                 ids = framed[first : len(framed) - last].astype(np.int64)
-            if document.is_bare:
-                ids = self._framed(ids)
+            if document.is_bare and self.prefix is not None and not self.joined:
+                ids = np.concatenate([[self.prefix], ids])
             self._check(ids)
             found.append(ids)
         return found
-
-    def _framed(self, ids: Ids) -> Ids:
-        if not self.joined:
-            return ids if self.prefix is None else np.concatenate([[self.prefix], ids])
-        before, after = ([] if one is None else [one] for one in (self._bos, self.tokenizer.eos_id))
-        return np.array([*before, *ids, *after], np.int64)
 
     def _check(self, ids: Ids) -> None:
         largest = int(ids.max()) if len(ids) else 0
@@ -210,11 +218,16 @@ class Joined:
     def __init__(self, context: int, stride: int) -> None:
         self.context, self.stride = context, stride
         self.ids: Ids = np.empty(0, np.int64)
+        self.counts = np.empty(0, np.bool_)
+        """Which tokens are scored at all."""
         self.start = self.counted = 0
         """Positions in `ids`: where the next window begins, and how far tokens were predicted."""
 
-    def add(self, some: Sequence[Ids]) -> None:
-        self.ids = np.concatenate([self.ids, *some])
+    def add(self, some: Sequence[tuple[Ids, npt.NDArray[np.bool_] | None]]) -> None:
+        """Adds tokens, and which of them are scored (None: all)."""
+        self.ids = np.concatenate([self.ids, *(ids for ids, _ in some)])
+        counts = (np.ones(len(ids), np.bool_) if these is None else these for ids, these in some)
+        self.counts = np.concatenate([self.counts, *counts])
 
     def take(self, most: int, is_all: bool = False) -> list[Row]:
         """Returns `most` windows, or none while there are fewer; with `is_all`, the rest."""
@@ -224,8 +237,10 @@ class Joined:
         rows: list[Row] = []
         while len(rows) < most and self.counted < last:
             stop = min(self.start + self.context, last)
-            rows.append(row_of(self.ids, (self.start, stop, self.counted)))
+            rows.append(row_of(self.ids, (self.start, stop, self.counted), self.counts))
             self.start, self.counted = self.start + self.stride, stop
-        self.ids, self.counted = self.ids[self.start :], self.counted - self.start
-        self.start = 0
+        # After the last window, which may be shorter than the stride, start is beyond the text.
+        past = min(self.start, self.counted)
+        self.ids, self.counts = self.ids[past:], self.counts[past:]
+        self.start, self.counted = self.start - past, self.counted - past
         return rows

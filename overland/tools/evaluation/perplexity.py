@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from overland.errors import DataError
-from overland.tools.evaluation.parts import Cutter, Part
+from overland.tools.evaluation.parts import Part
 from overland.tools.evaluation.ranks import Ranks, RowScorer
 from overland.tools.evaluation.windows import IGNORED, batches, padded
 
@@ -174,21 +174,15 @@ def _batches(
         keep(found[-1])
 
 
-def require_some(sums: Sums, name: str) -> None:
+def require_some(sums: Sums, name: str, may_prefix: bool) -> None:
+    """Raises an error if no token was scored. `may_prefix`: whether a prefix would change that."""
     if not sums.tokens:
         what = f"{sums.documents:,} documents" if sums.documents else "no documents"
+        advice = "; use --prefix eos to score the first token of each"
         raise DataError(
             f"{name} has {what} and no tokens to score"
-            + ("; use --prefix eos to score the first token of each" if sums.unscored else "")
+            + (advice if sums.unscored and may_prefix else "")
         )
-
-
-def cutter_for(
-    tokenizer: Any, context: int, stride: int, prefix: str, joined: bool, vocab_size: int | None
-) -> Cutter:
-    """Returns a Cutter. `prefix` is what a document's first token is predicted from: bos, eos, none
-    or auto."""
-    return Cutter(tokenizer, context, stride, prefix_id(tokenizer, prefix), joined, vocab_size)
 
 
 def prefix_id(tokenizer: Any, prefix: str) -> int | None:
