@@ -22,7 +22,8 @@ live.json              the current state
 owner.json             the process that trains in it
 STOP                   created by the user: stop after this step
 stopped                why the chain of jobs ended before the run
-done                   the last step, once it is taken and saved
+done                   the last step, once it is taken and saved; with checkpoint.enable = false, a
+                       second line says that nothing is saved
 hf/                    the weights in Hugging Face's format
 """
 
@@ -53,6 +54,7 @@ FAULTS, SUBMITTED, PREFLIGHT = "faults", "submit", "preflight.json"
 CHECKPOINTS = "checkpoint"  # unless `checkpoint.folder` says otherwise
 LATEST = "latest"
 NO_DESCRIPTION = "a training run"  # the default of `job.description`
+NOT_SAVED = "nothing is saved: checkpoint.enable = false"  # the second line of `done`, if so
 WRITTEN_BY = "Written by `overland train`"  # in the README.md of every run
 COMMITTED = "COMMITTED"  # in a complete checkpoint
 CHECKPOINT = re.compile(r"step_(\d+)(\.preempt)?")
@@ -165,13 +167,14 @@ class RunFolder:
 
     @property
     def done(self) -> Path:
-        """Exists once the last step is taken and saved; holds its number. Job scripts read it."""
+        """Exists once the last step is taken and saved; its first line is the number. Job scripts
+        read it."""
         return self.root / DONE
 
     def steps_done(self) -> int:
         try:
-            return int(self.done.read_text())
-        except (FileNotFoundError, ValueError):
+            return steps_in(self.done.read_text())
+        except OSError:
             return 0
 
     def kept_epochs(self) -> float:
@@ -182,8 +185,14 @@ class RunFolder:
         except (OSError, ValueError, TypeError, AttributeError):
             return 0.0
 
-    def mark_done(self, steps: int) -> None:
-        replace_file(self.done, f"{steps}\n")
+    def mark_done(self, steps: int, is_saved: bool = True) -> None:
+        replace_file(self.done, f"{steps}\n" if is_saved else f"{steps}\n{NOT_SAVED}\n")
+
+
+def steps_in(done: str) -> int:
+    """Returns the number of steps that the text of a file `done` names; 0 if it names none."""
+    first = done.partition("\n")[0].strip()
+    return int(first) if re.fullmatch("[0-9]{1,18}", first) else 0
 
 
 def below(root: Path, folder: str) -> Path:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, load_config, recipe_for, recipe_path
-from overland.run_folder import CONFIG, METRICS, README, WRITTEN_BY
-from overland.words import any_of, command, control_character, nearest_name
+from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, METRICS, README, WRITTEN_BY
+from overland.words import any_of, command, control_character, nearest_name, number_of
 
 CHOICES = ("column", "subset", "split")  # keys that select a part of a dataset
 RECIPE = "recipe "  # what the place of a key begins with if a packaged recipe sets it
@@ -89,6 +90,47 @@ def check_place(loaded: Loaded) -> Iterator[Problem]:
     if folder.strip() in ("", ".") or ".." in Path(folder).parts:
         message = "expected the name of a separate folder, inside the run folder"
         yield Problem(message, loaded.where(key), key, folder)
+
+
+def check_saves(loaded: Loaded) -> Iterator[Problem]:
+    """Refuses a run that saves nothing in a folder with checkpoints: it would begin again and
+    replace the metrics, and the checkpoints would pass for its result. The same goes for a run that
+    saves in another folder than before."""
+    settings, root = loaded.config.checkpoint, Path(loaded.config.job.dump_folder).expanduser()
+    if settings.resume == "none":
+        return
+    before = _checkpoint_folder(root)
+    found = sum(1 for _ in (root / before).glob(f"step_*/{COMMITTED}"))
+    ways = (
+        "`--resume none` starts a new run in a folder of its own, and another job.dump_folder does "
+        "too"
+    )
+    if not found:
+        return
+    if not settings.enable:
+        key = "checkpoint.enable"
+        message = f"{root} has {number_of(found, 'checkpoint')}; true resumes; {ways}"
+        yield Problem(message, loaded.where(key), key, False)
+    elif settings.resume == "auto" and not _same_place(root / before, root / settings.folder):
+        key = "checkpoint.folder"
+        message = (
+            f"{root} has {number_of(found, 'checkpoint')} in {before}, which would not be resumed; "
+            f"set it to {before}, or move them; {ways}"
+        )
+        yield Problem(message, loaded.where(key), key, settings.folder)
+
+
+def _checkpoint_folder(run: Path) -> str:
+    """Returns `checkpoint.folder` of the run in this folder."""
+    try:
+        before = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+        return str(before.get("checkpoint", {}).get("folder", CHECKPOINTS))
+    except (OSError, ValueError, AttributeError):
+        return CHECKPOINTS
+
+
+def _same_place(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve() or any(other.glob(f"step_*/{COMMITTED}"))
 
 
 def _has_other_readme(folder: Path) -> bool:

@@ -6,9 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from overland.objectives.objective import NextToken
+from overland.run_folder import NOT_SAVED
 from overland.tools.evaluation.sample import is_chat, samples_in_words
 from overland.training.validate import LARGEST_LOSS
-from overland.words import command
+from overland.words import command, number_of
 
 if TYPE_CHECKING:
     from overland.tools.run import Trained
@@ -27,7 +28,9 @@ def closing(run: Run, result: Trained, is_new: bool) -> str:
         if run.beat.is_read:  # in a job
             return stopped
         return f"{stopped} To resume:\n\n  {command('overland', 'train', folder.config)}\n"
-    first = f"Finished: {steps} {'step' if steps == 1 else 'steps'} in {folder.root}."
+    first = f"Finished: {number_of(steps, 'step')} in {folder.root}."
+    if not run.config.checkpoint.enable:
+        first += f" {NOT_SAVED[0].upper()}{NOT_SAVED[1:]}."
     if not is_new:
         first = (
             f"Nothing left to do: {how_far(run, result.step)}. `--resume none` starts a new run "

@@ -113,7 +113,7 @@ def conclude(run: Run) -> None:
         export_hf(run)
     if run.world.is_first:
         try:
-            run.folder.mark_done(run.progress.step)
+            run.folder.mark_done(run.progress.step, is_saved=run.config.checkpoint.enable)
         except (
             OSError
         ) as error:  # everything is saved; the next session finds nothing to do, and marks it

@@ -127,7 +127,8 @@ def binary_size(num_bytes: float) -> str:
 
 def run_in_words(config: JobConfig, folder: RunFolder) -> str:
     """Returns the run folder, and the checkpoint in it that the run resumes, if there is one."""
-    found = committed(folder.checkpoints) if config.checkpoint.resume == "auto" else []
+    resumes = config.checkpoint.enable and config.checkpoint.resume == "auto"
+    found = committed(folder.checkpoints) if resumes else []
     return f"{folder.root}, resuming from {found[-1].name}" if found else str(folder.root)
 
 

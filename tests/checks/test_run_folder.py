@@ -81,3 +81,34 @@ def test_checkpoints_have_a_folder_of_their_own_in_the_run_folder(folder: str) -
     found = check_config(load_config("a.toml", [f"checkpoint.folder={folder}"], {}), 1)
     (line,) = [str(one) for one in found if "checkpoint.folder" in str(one)]
     assert "expected the name of a separate folder" in line
+
+
+def test_a_run_that_saves_nothing_does_not_start_in_a_folder_with_checkpoints() -> None:
+    off = "checkpoint.enable=false"
+    ran("a.toml")
+    assert check("a.toml", off) == []
+    saved = Path("outputs/a/checkpoint/step_6")
+    saved.mkdir(parents=True)
+    (saved / "COMMITTED").touch()
+    assert check("a.toml") == []
+    (said,) = check("a.toml", off)
+    assert "checkpoint.enable" in said
+    assert "--resume none" in said
+    assert check("a.toml", off, "checkpoint.resume=none") == []
+    assert check("a.toml", off, "job.dump_folder=elsewhere") == []
+
+
+def test_checkpoints_under_another_name_are_not_passed_over() -> None:
+    ran("a.toml", "checkpoint.folder=saves")
+    saved = Path("outputs/a/saves/step_6")
+    saved.mkdir(parents=True)
+    (saved / "COMMITTED").touch()
+    assert check("a.toml", "checkpoint.folder=saves") == []
+    (said,) = check("a.toml")
+    assert "checkpoint.folder" in said
+    assert "saves" in said
+
+
+def check(source: str, *arguments: str) -> list[str]:
+    found = check_config(load_config(source, arguments, {}), 1)
+    return [str(one) for one in found if one.kind != "note"]

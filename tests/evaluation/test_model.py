@@ -1,5 +1,6 @@
 """Opening a run: what is missing is told in a sentence."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from overland.checkpoint.format import marker
+from overland.checkpoint.formats import open_any
 from overland.config.errors import ConfigError
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
@@ -89,7 +91,9 @@ def test_buffers_that_no_checkpoint_holds_have_their_values(
 
 def test_a_model_of_images_is_said_to_have_no_text(tmp_path: Path) -> None:
     model = {"name": "vit_mae", "flavor": "debug", "overrides": {}}
-    write_config(tiny_job(tmp_path, model=model), tmp_path / "config.toml")
+    write_config(
+        tiny_job(tmp_path, model=model, checkpoint={"enable": True}), tmp_path / "config.toml"
+    )
     step = tmp_path / "checkpoint" / "step_1"
     step.mkdir(parents=True)
     (step / "COMMITTED").write_bytes(marker(b"", {"step": 1}))
@@ -139,8 +143,22 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
         open_model(tmp_path)
 
 
+def test_an_earlier_runs_weights_are_not_the_result_of_one_that_saved_nothing(run: Path) -> None:
+    kept = (run / "config.toml").read_text()
+    off = re.sub(r"(?m)^(\[checkpoint\][^\[]*?^enable = )true", r"\1false", kept)
+    assert off != kept
+    try:
+        (run / "config.toml").write_text(off)
+        for open_it in (open_model, open_any):
+            with pytest.raises(CheckpointError, match="saved nothing"):
+                open_it(run)
+        assert open_model(run / "checkpoint" / "step_1").path.name == "step_1"
+    finally:
+        (run / "config.toml").write_text(kept)
+
+
 def test_a_run_on_random_tokens_has_no_tokenizer_and_says_so(tmp_path: Path) -> None:
-    write_config(tiny_job(tmp_path), tmp_path / "config.toml")
+    write_config(tiny_job(tmp_path, checkpoint={"enable": True}), tmp_path / "config.toml")
     step = tmp_path / "checkpoint" / "step_1"
     step.mkdir(parents=True)
     (step / "COMMITTED").write_bytes(marker(b"", {"step": 1}))

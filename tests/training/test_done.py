@@ -4,6 +4,7 @@ from pathlib import Path
 
 from overland.run_folder import RunFolder
 from overland.tools.proofs.pool import RankPool
+from overland.tools.watch.watch import Watch
 from tests.jobs import losses, run_job, tiny_job
 
 
@@ -23,6 +24,17 @@ def test_the_marker_is_there_when_and_only_when_all_steps_are_done(
     assert folder.steps_done() == 0
     ranks.run(1, losses, longer)
     assert folder.steps_done() == 6
+
+
+def test_the_marker_says_if_nothing_is_saved(ranks: RankPool, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, training={"steps": 2}, checkpoint={"enable": False})
+    ranks.run(1, losses, job)
+    number, words = RunFolder.of(job).done.read_text().splitlines()
+    assert number == "2"
+    assert "checkpoint.enable = false" in words
+    assert RunFolder.of(job).steps_done() == 2
+    seen = Watch(tmp_path).look()
+    assert (seen.state, seen.because) == ("finished", words)
 
 
 def test_a_marker_that_a_full_disk_does_not_take_is_told(ranks: RankPool, tmp_path: Path) -> None:

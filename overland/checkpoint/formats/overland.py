@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import overland
-from overland.checkpoint.folder import committed, latest_checkpoint, step_of
+from overland.checkpoint.folder import committed, result_of, step_of
 from overland.checkpoint.formats.checkpoint import (
     MODEL,
     MOMENTS,
@@ -202,16 +202,18 @@ def step_of_export(path: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def _settings(run_folder: Path) -> dict[str, Any]:
+    config = tomllib.loads((run_folder / CONFIG).read_text(encoding="utf-8"))
+    return dict(config.get("checkpoint", {}))
+
+
 def _checkpoints(run_folder: Path) -> Path:
-    settings = tomllib.loads((run_folder / CONFIG).read_text(encoding="utf-8"))
-    return run_folder / str(settings.get("checkpoint", {}).get("folder", CHECKPOINTS))
+    return run_folder / str(_settings(run_folder).get("folder", CHECKPOINTS))
 
 
 def _newest(run_folder: Path) -> Path:
-    newest = latest_checkpoint(_checkpoints(run_folder))
-    if newest is None:
-        raise CheckpointError(f"{run_folder} holds no checkpoint yet")
-    return newest
+    is_saved = _settings(run_folder).get("enable") is not False
+    return result_of(run_folder, _checkpoints(run_folder), is_saved)
 
 
 def _param_groups(

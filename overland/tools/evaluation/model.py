@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from overland.arguments import dtype_name, integer_or_none, path_of, path_or_none
-from overland.checkpoint.folder import committed, latest_checkpoint, step_of
+from overland.checkpoint.folder import committed, result_of, step_of
 from overland.checkpoint.formats import LazyCheckpoint, open_any
 from overland.checkpoint.formats.checkpoint import (
     MODEL,
@@ -37,7 +37,7 @@ from overland.checkpoint.read import fill, open_checkpoint, read_marker
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
-from overland.config.schema import Data, JobConfig
+from overland.config.schema import Checkpoint, Data, JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import tokenizer_of
 from overland.errors import CheckpointError, DataError, ModelError, OutOfMemoryError
@@ -280,7 +280,7 @@ def _in_run(
     if problems := list(check_custom_import(loaded)):  # the model may be custom
         raise ConfigError(problems)
     config = loaded.config
-    checkpoint = _checkpoint_of(run, run / config.checkpoint.folder, checkpoint, step)
+    checkpoint = _checkpoint_of(run, config.checkpoint, checkpoint, step)
     architecture = model_config(config.model)
     _require_text(architecture, run)
     lora = config.lora
@@ -308,13 +308,11 @@ def _in_run(
     )
 
 
-def _checkpoint_of(run: Path, folder: Path, named: Path | None, step: int | None) -> Path:
+def _checkpoint_of(run: Path, settings: Checkpoint, named: Path | None, step: int | None) -> Path:
     """Returns the given checkpoint, that of the given step, or the newest."""
+    folder = run / settings.folder
     if step is None:
-        found = named or latest_checkpoint(folder)
-        if found is None:
-            raise CheckpointError(f"{run} has no checkpoint yet")
-        return found
+        return named or result_of(run, folder, settings.enable)
     if named is not None:
         raise CheckpointError(f"{named} is a single checkpoint: omit --step, or give {run}")
     there = {step_of(one): one for one in committed(folder)}

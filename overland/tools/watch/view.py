@@ -243,7 +243,7 @@ def finished_words(seen: RunStatus) -> str:
     words = f"Finished: {seen.step:,} {'step' if seen.step == 1 else 'steps'} in {seen.run}"
     if "loss" in seen.newest:
         words += f", with a loss of {seen.newest['loss']:.4f}"
-    return f"{words}."
+    return f"{words}; {seen.because}." if seen.because else f"{words}."
 
 
 def draw_curve(points: Points, marks: Points, width: int, height: int) -> list[str]:

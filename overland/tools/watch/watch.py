@@ -35,6 +35,7 @@ from overland.run_folder import (
     SESSIONS,
     STOPPED,
     SUBMITTED,
+    steps_in,
 )
 from overland.tools.evaluation.results import read_results
 from overland.tools.jobs.supervise.events import LARGEST, Event, Events
@@ -237,8 +238,8 @@ def judge_state(
         has_stepped = _number(seen.newest.get("time")) >= _number(owner.get("since"))
         return "training" if has_stepped else "starting", ""
     done = _read_text(run / DONE)
-    if done.isdecimal() and int(done) >= (seen.steps or 0):
-        return "finished", ""
+    if steps_in(done) >= max(1, seen.steps or 0):
+        return "finished", done.partition("\n")[2].strip()
     end = events.all[-1] if events.all and events.all[-1]["event"] in ("end", "signal") else {}
     if reason := _read_text(run / STOPPED):
         return "failed" if end.get("how") == "failed" else "stopped", reason

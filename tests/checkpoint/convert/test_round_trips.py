@@ -92,7 +92,7 @@ def test_a_run_folder_gives_its_newest_checkpoint_and_tokenizer(tmp_path: Path) 
     (run / "tokenizer").mkdir(parents=True)
     (run / "tokenizer" / "tokenizer.json").write_text("{}")
     (run / "config.toml").write_text('[checkpoint]\nfolder = "kept"\n')
-    with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         open_any(run)
     for step in (9, 10):
         folder = run / "kept" / f"step_{step}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from overland.errors import Kind
-from overland.run_folder import CHECKPOINT, CHECKPOINTS, DONE, LATEST
+from overland.run_folder import CHECKPOINT, CHECKPOINTS, DONE, LATEST, steps_in
 from overland.tools.jobs.supervise.faults import Fault
 from overland.tools.jobs.supervise.logbook import tell
 from overland.tools.jobs.supervise.policy import MAX_FAILED_STARTS
@@ -43,8 +43,8 @@ class Supervised:
 
     def is_done(self) -> bool:
         try:
-            return int((self.run / DONE).read_text()) >= self.steps
-        except (OSError, ValueError):
+            return steps_in((self.run / DONE).read_text()) >= self.steps
+        except OSError:
             return False
 
     def newest_checkpoint(self) -> int:
