@@ -22,7 +22,8 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.errors import CheckpointError, ModelError
 from overland.models import DecoderConfig, register_model, registry
-from overland.models.decoder import MLP, Decoder, Head
+from overland.models.attention import Attention
+from overland.models.decoder import MLP, Decoder, Head, SelfAttention
 from overland.models.init import Normal
 from overland.tools.convert import convert
 from overland.tools.proofs.layout import difference
@@ -87,6 +88,11 @@ class OtherMLP(nn.Module):
         return self.only(x_BSD)
 
 
+class OwnAttention(SelfAttention):
+    def forward(self, x_BSD, cos_BSd, sin_BSd, mask):
+        return self.o_proj(self.q_proj(x_BSD).cumsum(dim=1))
+
+
 class CappedHead(Head):
     def forward(self, hidden_BSD, objective=None, fields=None):
         return 30 * torch.tanh(super().forward(hidden_BSD, objective, fields) / 30)
@@ -122,6 +128,11 @@ def build(config: OwnConfig, attention: str) -> nn.Module:
         model.lm_head.weight = model.model.embed_tokens.weight
     if config.kind == "parameter outside":
         model.extra = nn.Linear(2, 2)
+    if config.kind == "second attention":
+        model.look = nn.ModuleDict({"core": Attention()})
+    if config.kind == "no core":
+        for layer in model.model.layers.values():
+            layer.self_attn.__class__ = OwnAttention
     if config.kind == "no start":
         model.model.layers["3"].self_attn.register_buffer("table", torch.zeros(3))
     return model
@@ -132,7 +143,7 @@ def register() -> None:
         flavors = {"own": OwnConfig(**SIZES), "counting": OwnConfig(**SIZES, counts=True)}
         kinds = ("not a decoder", "other names", "parameter outside", "no start", "own head",
                  "shared block", "tied by hand", "nothing", "no rule",
-                 "named blocks")  # fmt: skip
+                 "named blocks", "second attention", "no core")  # fmt: skip
         flavors |= {kind: OwnConfig(**SIZES, kind=kind) for kind in kinds}
         register_model("own", flavors=flavors, config_class=OwnConfig, build=build)
         named = {"named": NamedConfig(**SIZES)}
@@ -219,6 +230,10 @@ def test_a_checkpoint_without_buffers_still_loads(ranks: RankPool, tmp_path: Pat
         ("other names", "tp2", r"cannot split model\.layers\.0\.mlp\.only\.weight"),
         ("parameter outside", "pp2", r"extra\.weight is outside model\."),
         ("parameter outside", "tp2", r"cannot split extra\.weight"),
+        ("parameter outside", "cp2", r"cannot know whether extra\.weight treats every token"),
+        ("other names", "cp2", r"cannot know whether model\.layers\.0\.mlp\.only\.weight"),
+        ("second attention", "cp2", r"cannot know whether look\.core treats every token"),
+        ("no core", "cp2", r"layers\.0\.self_attn \(OwnAttention\) does not call its module core"),
         ("own head", "tp2", "this model's own head, CappedHead, would be ignored"),
         ("own head", "pp2xtp2", "this model's own head, CappedHead, would be ignored"),
         ("shared block", "pp2", r"model\.layers\.0 and model\.layers\.2 share one module, mlp"),

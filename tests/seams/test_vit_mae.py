@@ -18,10 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from overland.checkpoint.folder import newest_in
 from overland.checkpoint.read import open_checkpoint
+from overland.checks.fake_step import fake_steps
 from overland.checks.parallelism import check_splits
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
 from overland.data import registry
+from overland.errors import ModelError
 from overland.models import build_model, resolve_config
 from overland.models.flops import measure_of
 from overland.tools.convert import convert
@@ -95,6 +97,12 @@ def test_every_layout_equals_one_process(ranks: RankPool, tmp_path: Path) -> Non
             assert len(found) == 4
             for one, other in zip(found, alone, strict=True):
                 assert one == pytest.approx(other, abs=1e-9, rel=0), name
+
+
+def test_tensor_parallelism_refuses_a_parameter_that_it_does_not_split(tmp_path: Path) -> None:
+    config = job(tmp_path, "tp2", lora={"rank": 2, "targets": ["query"]})
+    with pytest.raises(ModelError, match=r"cannot split .*query\.lora_A\.weight"):
+        fake_steps(config, 2)
 
 
 @pytest.mark.parametrize("name", ["cp2", "pp2"])

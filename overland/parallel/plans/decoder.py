@@ -32,16 +32,16 @@ from torch.distributed.tensor.parallel import (
 
 from overland.config.derived import Degrees
 from overland.errors import ModelError
-from overland.models.attention import Mask, Masks, build_mask, compute_dtype
+from overland.models.attention import Attention, Mask, Masks, build_mask, compute_dtype
 from overland.models.config import DecoderConfig
-from overland.models.decoder import Decoder, Head
+from overland.models.decoder import Decoder, Head, SelfAttention
 from overland.models.float8 import Float8Linear
 from overland.models.lora import LoRAEmbedding, LoRALinear
 from overland.models.neftune import EmbeddingNoise
 from overland.models.nf4 import NF4Linear, NF4LoRALinear
 from overland.models.sizes import ROLES
 from overland.models.sparse import SparseLinear
-from overland.models.structure import find_module
+from overland.models.structure import find_module, inside
 from overland.parallel.context import ContextAttention, gather_row, places_of_rank
 from overland.parallel.tensor import (
     ROWS,
@@ -58,6 +58,9 @@ SPLIT_OUTSIDE_BLOCKS = ("model.embed_tokens", "model.norm", "lm_head")
 
 class DecoderPlan:
     axes = ("tp", "cp")
+    token_by_token: tuple[str, ...] = ()
+    """Further modules that treat every token by itself, so that rows can be split over `cp`: a path
+    within a block, such as `mlp`, or within the model."""
 
     def uneven(self, config: DecoderConfig, tp: int) -> list[str]:
         parts = {
@@ -76,8 +79,11 @@ class DecoderPlan:
                 "cannot split it; it can be sharded and replicated"
             )
         if degrees.tp > 1:
+            require_plan(model, block_plan(model.config.qk_norm))
             require_plain_head(model)
             require_splittable_adapters(model)
+        if degrees.cp > 1:
+            require_separate_tokens(model, self.token_by_token)
 
     def split_tensors(self, model: nn.Module, tp: DeviceMesh, overlap: bool) -> None:
         assert isinstance(model, Decoder)
@@ -91,7 +97,6 @@ class DecoderPlan:
 def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool) -> None:
     """Splits every matrix of a decoder, or of one pipeline stage of it."""
     plan = block_plan(model.config.qk_norm)
-    require_plan(model, plan)
     if overlap:
         overlap_communication(tp)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -147,6 +152,25 @@ def require_plan(model: Decoder, plan: dict[str, Any]) -> None:
             f"tensor parallelism cannot split {name}; it splits the projections of a Decoder's "
             "attention and MLP by their names, so train this model without it"
         )
+
+
+def require_separate_tokens(model: Decoder, token_by_token: tuple[str, ...]) -> None:
+    """Raises if a parameter, or attention, is not known to work on a share of each row. Nothing
+    would fail, but the model would compute something else."""
+    known = {*block_plan(model.config.qk_norm)} - {"self_attn", "mlp"}
+    known |= {"self_attn.core", *token_by_token}
+    names = [name for name, _ in model.named_parameters()]
+    names += [name for name, module in model.named_modules() if isinstance(module, Attention)]
+    for name in names:
+        in_block = re.fullmatch(r"model\.layers\.[^.]+\.(.+)", name)
+        if in_block and inside(in_block[1], tuple(known)):
+            continue
+        if not inside(name, (*SPLIT_OUTSIDE_BLOCKS, *token_by_token)):
+            raise ModelError(
+                f"context parallelism splits rows, and cannot know whether {name} treats every "
+                "token by itself: train this model without it or, if it does, say so in a plan "
+                "(token_by_token, see docs/extending.md)"
+            )
 
 
 def require_plain_head(model: Decoder) -> None:
@@ -217,10 +241,30 @@ def split_context(model: Decoder, cp: DeviceMesh) -> None:
                 "pass the keys and values of the whole row; train this model without it"
             )
         attention.core = ContextAttention(core, cp)
+        if type(attention).forward is not SelfAttention.forward or "forward" in vars(attention):
+            require_core(attention, f"model.layers.{number}.self_attn")
     # The dynamic rotary type stretches with the length of the whole row.
     model.model.rotary.register_forward_pre_hook(
         lambda module, args: (args[0], args[1] * cp.size(), args[2])
     )
+
+
+def require_core(attention: nn.Module, name: str) -> None:
+    """Has a custom attention raise if it does not call its core, and so sees only a share of the
+    row."""
+    called = {"core": False}
+
+    def end(module: nn.Module, args: object, out: object) -> None:
+        if not called["core"]:
+            raise ModelError(
+                f"{name} ({type(attention).__name__}) does not call its module core, which context "
+                "parallelism needs to pass the keys and values of the whole row; train this model "
+                "without it"
+            )
+
+    attention.register_forward_pre_hook(lambda module, args: called.update(core=False))
+    attention.core.register_forward_pre_hook(lambda module, args: called.update(core=True))  # type: ignore[union-attr]
+    attention.register_forward_hook(end)
 
 
 class ContextMasks(Masks):

@@ -22,6 +22,16 @@ from overland.models.vit_mae import ViTMAE
 from overland.models.vit_mae_config import ViTMAEConfig
 from overland.parallel.tensor import overlap_communication
 
+SPLIT = {
+    "attention.attention.query": ColwiseParallel,
+    "attention.attention.key": ColwiseParallel,
+    "attention.attention.value": ColwiseParallel,
+    "attention.output.dense": RowwiseParallel,
+    "intermediate.dense": ColwiseParallel,
+    "output.dense": RowwiseParallel,
+}
+WHOLE = ("layernorm_before", "layernorm_after")
+
 
 class ViTMAEPlan:
     axes = ("tp",)
@@ -45,21 +55,20 @@ class ViTMAEPlan:
                 f"{type(model).__name__} is not a ViTMAE, so tp = {degrees.tp} cannot split it; it "
                 "can be sharded and replicated"
             )
+        for path, block in blocks_of(model).items():
+            for name, _ in block.named_parameters():
+                if name.rpartition(".")[0] not in (*SPLIT, *WHOLE):
+                    raise ModelError(
+                        f"tensor parallelism cannot split {path}.{name}; it splits attention and "
+                        "MLP of a ViTMAE by their names, so train this model without it"
+                    )
 
     def split_tensors(self, model: nn.Module, tp: DeviceMesh, overlap: bool) -> None:
         if overlap:
             overlap_communication(tp)
         frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
         for block in blocks_of(model).values():
-            plan = {
-                "attention.attention.query": ColwiseParallel(),
-                "attention.attention.key": ColwiseParallel(),
-                "attention.attention.value": ColwiseParallel(),
-                "attention.output.dense": RowwiseParallel(),
-                "intermediate.dense": ColwiseParallel(),
-                "output.dense": RowwiseParallel(),
-            }
-            parallelize_module(block, tp, plan)
+            parallelize_module(block, tp, {path: split() for path, split in SPLIT.items()})
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
 
