@@ -52,7 +52,7 @@ def update(
 ) -> None:
     """Updates in place with gradients divided by `divisor`; a non-zero `skip` changes nothing.
 
-    `num_updates` includes this update. All three tensors are float32 scalars on the device.
+    `num_updates` includes this update. All three tensors are scalars on the device.
     """
     if not states:
         return
@@ -159,7 +159,11 @@ def update_whole(
     divisor: Tensor,
     skip: Tensor,
 ) -> None:
-    """Runs PyTorch's own kernel, which takes any number of parameters at once."""
+    """Runs PyTorch's own kernel, which takes any number of parameters at once. It divides by a
+    float32 number, which is not enough for float64."""
+    if divisor.dtype == torch.float64:
+        torch._foreach_div_(gradients, divisor)
+        divisor = torch.ones_like(divisor, dtype=torch.float32)
     kernel = torch._fused_adamw_ if rates.decoupled else torch._fused_adam_
     kernel(
         parameters,

@@ -53,4 +53,5 @@ class EmbeddingNoise(nn.Module):
         # Row by row: a row of 2048 × 4096 takes 64 MB for each of a few 64-bit temporaries.
         u_BRD = torch.stack([uniform(draws_R, self.keys, width) for draws_R in draws_BR])
         scale = self.alpha / math.sqrt(noise_BS.shape[1] * self.num_shares * width)
-        return x_BRD + (scale * (2 * u_BRD - 1)).to(x_BRD.dtype)
+        wide = torch.promote_types(x_BRD.dtype, torch.float32)
+        return x_BRD + (scale * (2 * u_BRD.to(wide) - 1)).to(x_BRD.dtype)

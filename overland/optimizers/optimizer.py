@@ -80,6 +80,8 @@ class Optimizer:
             if copy in self._entries:
                 entry = self._entries[copy]
                 self._entries[copy] = replace(entry, name=f"{entry.name} (copy)", is_saved=False)
+        is_widest = any(parameter.dtype == torch.float64 for parameter in self._entries)
+        self._wide = torch.float64 if is_widest else torch.float32
         self._master_weights = MasterWeights(parts)
         self._updaters: list[Updater] | None = None
 
@@ -116,7 +118,7 @@ class Optimizer:
         if max_norm > 0:
             divisor = loss_scale * (norm / max_norm).clamp(min=1.0)
         home = self.num_updates.device  # host memory, if the parameters are offloaded
-        divisor, skip = divisor.to(home, torch.float32), skip.to(home, torch.float32)
+        divisor, skip = divisor.to(home, self._wide), skip.to(home, torch.float32)
         self.num_updates += 1
         step = Step(learning_rate, self.num_updates, divisor, skip)
         with torch.no_grad():
@@ -209,7 +211,8 @@ class Optimizer:
                 zeros = torch.zeros_like(shard_of(like), dtype=torch.float32)
                 entry.packed[state] = packed(kind, zeros)
             elif isinstance(kind, Scalar):
-                dtype = getattr(torch, kind.dtype)
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                dtype = getattr(torch, kind.dtype) if kind.dtype else wide
                 entry.state[state] = torch.zeros((), dtype=dtype, device=parameter.device)
             else:
                 dtype = getattr(torch, kind.dtype) if kind.dtype else parameter.dtype

@@ -37,12 +37,12 @@ PIECE = LARGEST_BLOCK
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the optimizer. The tensors are float32 scalars on the device."""
+    """One step of the optimizer. The tensors are scalars on the device."""
 
     lr: float
-    num_updates: Tensor  # including this one
-    divisor: Tensor  # of the gradients
-    skip: Tensor  # if not zero, nothing changes
+    num_updates: Tensor  # including this one; float32
+    divisor: Tensor  # of the gradients; float64 if a parameter is
+    skip: Tensor  # if not zero, nothing changes; float32
 
     @cached_property
     def is_skipped(self) -> Tensor:
@@ -64,7 +64,8 @@ class ParameterShard:
     first: int = 0  # where this piece begins in its shard
 
     def rates(self, step: Step) -> Rates:
-        return Rates(step.lr * self.lr_factor, self.weight_decay, step.num_updates)
+        count = step.num_updates.to(self._wide)
+        return Rates(step.lr * self.lr_factor, self.weight_decay, count)
 
     def pieces(self) -> Iterator[ParameterShard]:
         """Yields the shard in flat pieces of limited size; an empty shard is one piece."""

@@ -30,7 +30,8 @@ class Rates:
     lr: float
     weight_decay: float
     num_updates: Tensor
-    """The number of updates so far, including this one: a float32 scalar on the device."""
+    """The number of updates so far, including this one: a scalar on the device, float32 or
+    wider."""
 
 
 class Rule:
@@ -99,9 +100,10 @@ class Like:
 
 @dataclass(frozen=True)
 class Scalar:
-    """One number per parameter, the same on every rank that holds a part of it."""
+    """One number per parameter, the same on every rank that holds a part of it. `dtype` defaults
+    to float32, or float64 if the parameter is."""
 
-    dtype: str = "float32"
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class Packed:
 
     The elements of a shard are divided into blocks, the last one padded with zeros. `pack` takes a
     float32 tensor [blocks, block] and returns the tensors to keep, whose first dimension counts the
-    blocks; `unpack` takes those and returns the elements. Checkpoints hold the unpacked elements in
+    blocks; `unpack` takes those and returns the elements. So which elements share a block, and how
+    they are rounded, depends on the sharding. Checkpoints hold the unpacked elements in
     float32, so that any layout, and any other way of packing, can read them.
     """
 
@@ -135,7 +138,7 @@ def wrong_kind(kind: object) -> str:
         return ""
     if not isinstance(kind, Like | Scalar):
         return f"{kind!r} is not one of Like(), Scalar() and Packed()"
-    if kind.dtype not in BYTES and not (kind.dtype is None and isinstance(kind, Like)):
+    if kind.dtype not in (None, *BYTES):
         return f"the dtype {kind.dtype!r} is not one of {', '.join(BYTES)}"
     return ""
 
@@ -145,7 +148,7 @@ def num_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> float:
     total = 0.0
     for kind in kinds.values():
         if isinstance(kind, Scalar):
-            total += BYTES[kind.dtype]
+            total += BYTES[kind.dtype] if kind.dtype else max(4, BYTES[dtype])
         elif isinstance(kind, Packed):
             total += prod(shape) * kind.bytes_per_number
         else:

@@ -64,9 +64,10 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
     is_empty = count == 0
     count = count.masked_fill(is_empty, 1)  # 0 / 1, not 0 / 0, so that no gradient becomes NaN
     share = with_passes(run, share)
-    run.inner.begin_step(scaler.scale / run.global_batch_size)
-    sums = run.model.loss_and_gradients(share, scaler.scale / count)
-    sums = (total_sums(sums, mesh) / scaler.scale).masked_fill(is_empty, torch.nan)
+    scale = scaler.scale.double()  # 1 / count in float32 would be off by 6e-8
+    run.inner.begin_step(scale / run.global_batch_size)
+    sums = run.model.loss_and_gradients(share, scale / count)
+    sums = (total_sums(sums, mesh) / scale).masked_fill(is_empty, torch.nan)
     loss = sums[0]
 
     norm = gradient_norm(run.optimizer, run.model, mesh).to(run.device) / scaler.scale

@@ -45,13 +45,14 @@ def test_a_clipped_update_is_the_one_of_plain_torch(max_norm: float) -> None:
         norm = gradient_norm(ours) / 8.0
         optimizer.update(1e-2, norm, max_norm, 8.0 * ONE, skip=ZERO)
         take_gradients(plain)
-        if max_norm:
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-            assert norm.item() == pytest.approx(expected.item())
+        if max_norm:  # torch's own function adds 1e-6 to the norm
+            factor = (max_norm / gradient_norm(plain)).clamp(max=1.0)
+            for parameter in plain.parameters():
+                parameter.grad *= factor
         reference.step()
         reference.zero_grad()
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-15)  # float64 to its last digits
 
 
 def test_a_skipped_update_changes_nothing_not_even_the_step_count() -> None:

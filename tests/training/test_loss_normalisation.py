@@ -3,11 +3,18 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from overland.config.schema import JobConfig
+from overland.data.batch import Batch
+from overland.models.inner import InnerLoss
 from overland.tools.proofs.pool import RankPool
+from overland.training.run import build_run
+from overland.training.step import train_step
+from overland.world import World
 from tests.jobs import losses_and_norms, tiny_job
 
-TOLERANCE = 1e-12
+TOLERANCE = 1e-13
 
 
 def documents(data_folder: Path) -> dict[str, dict[str, object]]:
@@ -55,3 +62,28 @@ def test_tied_embeddings_train_alike_on_one_and_two_ranks(ranks: RankPool, tmp_p
     got = ranks.run(2, losses_and_norms, split)[0]
     assert got == [pytest.approx(pair, rel=TOLERANCE) for pair in expected]
     assert expected[-1][0] != expected[0][0]
+
+
+def scales(world: World, config: JobConfig) -> tuple[float, float]:
+    """What a step multiplies its summed loss by, and what the losses inside the model."""
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    ids = torch.arange(3 * 5).view(3, 5)
+    loss = InnerLoss("balance", 1.0).double()
+    run.inner._losses.append(loss)
+    seen: list[float] = []
+    whole = run.model.loss_and_gradients
+
+    def noted(batch: Batch, scale: torch.Tensor) -> torch.Tensor:
+        seen.append(scale.item())
+        return whole(batch, scale)
+
+    run.model.loss_and_gradients = noted  # type: ignore[method-assign]
+    train_step(run, Batch({"tokens_BS": ids, "labels_BS": ids}))
+    return seen[0], loss.scale.item()
+
+
+def test_what_the_loss_is_divided_by_is_not_rounded_to_float32(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    job = tiny_job(tmp_path, training={"local_batch_size": 3, "global_batch_size": 3})
+    assert ranks.run(1, scales, job) == [(1 / 15, 1 / 3)]
