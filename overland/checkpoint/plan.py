@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from overland.checkpoint.format import header_of, name_of_part
 from overland.errors import CheckpointError
+from overland.world import exchange
+from overland.world.records import record
 
 # Most file systems let only one thread at a time write to a file, so a rank with much to write uses
 # several files (measured: 1.6 GB/s into one file, 2.2 into four).
@@ -50,6 +52,7 @@ class PackedTensor:
 State = Mapping[str, Tensor | PackedTensor]
 
 
+@record
 class Box(NamedTuple):
     """A part of a tensor that one rank writes. `whole` is the shape of the whole tensor."""
 
@@ -205,30 +208,15 @@ def _shaped(value: Tensor | PackedTensor) -> Tensor:
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Returns the values of all ranks on rank 0, and an empty list elsewhere."""
-    if group is None:
-        return [value]
-    if dist.get_rank(group):
-        dist.gather_object(value, dst=0, group=group)
-        return []
-    values: list[T | None] = [None] * dist.get_world_size(group)
-    dist.gather_object(value, values, dst=0, group=group)
-    return values  # type: ignore[return-value]
+    return [value] if group is None else exchange.gather(value, group)
 
 
 def scatter(values: list[T], group: dist.ProcessGroup | None) -> T:
-    if group is None:
-        return values[0]
-    mine: list[T | None] = [None]
-    dist.scatter_object_list(mine, values or None, src=0, group=group)
-    return mine[0]  # type: ignore[return-value]
+    return values[0] if group is None else exchange.scatter(values, group)
 
 
 def broadcast(value: T, group: dist.ProcessGroup | None, source: int = 0) -> T:
-    if group is None:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=source, group=group)
-    return box[0]
+    return value if group is None else exchange.broadcast(value, source, group)
 
 
 def _is_writer(name: str, tensor: Tensor) -> bool:

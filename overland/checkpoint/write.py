@@ -29,6 +29,7 @@ from overland.checkpoint.format import (
 from overland.checkpoint.plan import Box, FilePlan, lay_out_files
 from overland.files import Disk, Moved, ignore
 from overland.run_folder import COMMITTED
+from overland.world.records import record
 
 NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 # Bytes written between two signs of progress: a whole block takes too long on a slow disk that the
@@ -43,6 +44,7 @@ Bytes = Callable[[Box, int, int], memoryview]
 """The bytes of a box from one position to another, in host memory."""
 
 
+@record
 class Written(NamedTuple):
     """A written file: length and checksum of its header, and the checksums of its boxes."""
 

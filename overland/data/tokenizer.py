@@ -41,12 +41,14 @@ from overland.data.tokenizer_files import (
     read_tokenizer_file,
 )
 from overland.errors import DataError
+from overland.world.records import record
 
 RULES = 1  # part of every fingerprint; increased when the same files give different ids
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # every byte, and the end-of-document token
 
 
+@record
 class Policy(NamedTuple):
     """Whether documents begin with BOS and end with EOS; None if unspecified."""
 

@@ -16,7 +16,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from overland.config.schema import Comm
 from overland.parallel.mesh import Mesh
 from overland.world import World
+from overland.world.exchange import all_gather, broadcast, greet, part
 from overland.world.rendezvous import open_store
+from overland.world.secret import secret_of
 
 T = TypeVar("T")
 
@@ -40,8 +42,11 @@ def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.
         timeout=timedelta(seconds=comm.init_timeout_seconds),
     )
     try:
+        if not alone:
+            greet(secret_of())
         yield device
     finally:
+        part()
         dist.destroy_process_group()
 
 
@@ -89,16 +94,12 @@ sum_and_scatter = _functional("reduce_scatter_single", "reduce_scatter_tensor")
 
 def from_first_rank(value: T, source: int = 0) -> T:
     """Returns rank 0's value, or another's, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=source)
-    return box[0]
+    return broadcast(value, source)
 
 
 def all_of(value: T) -> list[T]:
     """Returns the values of all ranks, in rank order, on every rank."""
-    found: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    return all_gather(value)
 
 
 def first_problem(problem: str) -> str:

@@ -86,9 +86,11 @@ class Switchboard:
     """The first node's end. A thread listens and puts whatever arrives into `inbox` as
     (wire, message), and (wire, None) when a connection has ended."""
 
-    def __init__(self, others: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, others: Sequence[str], env: Mapping[str, str] = os.environ, key: str = ""
+    ) -> None:
         self.inbox: queue.SimpleQueue[tuple[Wire, Message | None]] = queue.SimpleQueue()
-        self._key = secrets.token_hex(16)
+        self._key = key or secrets.token_hex(16)
         self._listener = socket.create_server((own_address(others, env), 0), backlog=4096)
         self._wires: dict[socket.socket, tuple[Wire, bool]] = {}  # and whether it sent the key
         self._selector = selectors.DefaultSelector()

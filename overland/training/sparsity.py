@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from overland.models.init import plain_name
@@ -13,6 +12,7 @@ from overland.models.sparse import SparseLinear
 from overland.models.structure import blocks_of
 from overland.parallel.comm import sum_over
 from overland.parallel.mesh import Mesh
+from overland.world.exchange import all_gather
 
 NAME = "train/sparsity"
 
@@ -51,7 +51,5 @@ class Sparsity:
     def _names_of_all_stages(self) -> list[str]:
         found: list[list[str]] = [list(self._layers)]
         if self._mesh.degrees.pp > 1:
-            found = [[] for _ in range(self._mesh.degrees.pp)]
-            group = self._mesh.axis("pp").get_group()
-            dist.all_gather_object(found, list(self._layers), group=group)
+            found = all_gather(found[0], self._mesh.axis("pp").get_group())
         return list(dict.fromkeys(name for names in found for name in names))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +29,7 @@ from overland.parallel.mesh import Mesh
 from overland.parallel.sharding import reshard, shard_of
 from overland.training.health import SpikeGuard
 from overland.training.schedule import learning_rate
+from overland.world.exchange import all_gather
 from overland.world.heartbeat import Phase
 
 if TYPE_CHECKING:
@@ -223,6 +223,4 @@ class InnerState:
         mine = sorted({loss.name for loss in self._losses})
         if self._mesh.degrees.pp == 1:
             return mine
-        found: list[list[str]] = [[] for _ in range(self._mesh.degrees.pp)]
-        dist.all_gather_object(found, mine, group=self._mesh.axis("pp").get_group())
-        return sorted(set().union(*found))
+        return sorted(set().union(*all_gather(mine, self._mesh.axis("pp").get_group())))

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from overland.processes import PYTHON
+from overland.world.secret import VARIABLE as SECRET
+from overland.world.secret import new_secret
 from overland.world.signals import (
     ENDED_AT_ONCE,
     ERRORS,
@@ -52,6 +54,7 @@ def launch_local(
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         LAUNCHED: "1",
+        SECRET: new_secret(),
     }
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     logs = {rank: log_folder / f"rank_{rank}.log" for rank in range(num_ranks)}

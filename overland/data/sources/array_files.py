@@ -23,6 +23,7 @@ import numpy.typing as npt
 from overland.data.sources.compression import reading
 from overland.errors import DataError
 from overland.words import any_of
+from overland.world.records import record
 
 ARRAY_SUFFIXES = (".npy", ".npz", ".safetensors")
 WANTED = "pixel_values"  # the array to read from a file that has several
@@ -37,6 +38,7 @@ SAFETENSORS = {
 Values = npt.NDArray[Any]
 
 
+@record
 @dataclass(frozen=True)
 class StoredArray:
     """An array in a file: contiguous values from `offset` on, in the file itself or in a compressed

@@ -33,6 +33,7 @@ from overland.data.sources.compression import reading
 from overland.data.sources.source import Arrays, FileSource, Kind
 from overland.errors import DataError
 from overland.words import any_of
+from overland.world.records import record
 
 LOOKED_AT = 64  # rows inspected to tell a list of files from a table of texts
 SCANNERS = 16  # threads, since scanning mostly waits for the file system
@@ -43,6 +44,7 @@ PATH_NAMES = ("path", "file", "filename", "file_path", "file_name")
 Shape = tuple[int, int, int]
 
 
+@record
 class ArrayList(FileSource):
     """Images, each C × H × W, accessed by number. All have the same dtype; smaller ones are
     centered and padded with zeros."""

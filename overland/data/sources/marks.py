@@ -18,6 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from overland.world.records import record
+
 BLOCK_BYTES = 16 << 10
 NUM_BLOCKS = 16
 WHOLE_BYTES = 64 << 30  # takes one core a minute, once; tokenizing as much takes two hours
@@ -25,6 +27,7 @@ HASHERS = 16  # threads, which hash and wait for the disk in parallel
 WHOLE = "whole:"
 
 
+@record
 class FileMark(NamedTuple):
     """A mark of a file, used to detect changes. Stored as a list in JSON."""
 

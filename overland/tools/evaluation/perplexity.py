@@ -23,6 +23,7 @@ from overland.errors import DataError
 from overland.tools.evaluation.parts import Part
 from overland.tools.evaluation.ranks import Ranks, RowScorer
 from overland.tools.evaluation.windows import IGNORED, batches, padded
+from overland.world.records import record
 
 KIND = "perplexity"
 PROGRESS_SECONDS = 0.2
@@ -31,6 +32,7 @@ Watch = Callable[["Sums"], None]
 """Called from time to time with what this rank has processed so far."""
 
 
+@record
 @dataclass
 class Sums:
     """Totals over parts."""
@@ -47,6 +49,7 @@ class Sums:
     """Summed over tokens, in nats."""
 
 
+@record
 @dataclass(frozen=True)
 class Done:
     """A part that was scored."""

@@ -34,6 +34,7 @@ from overland.models.attention import Mask
 from overland.models.decoder import Decoder
 from overland.models.loss import OutputMatrix, places_of
 from overland.parallel.comm import gather
+from overland.world.records import record
 
 Ids = npt.NDArray[np.int64]
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -47,6 +48,7 @@ TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 32_768}  # per batch, if no number of row
 PREDICTIONS_AT_ONCE = 1024  # each one is a row of logits, of 128k numbers or more
 
 
+@record
 class Score(NamedTuple):
     log_likelihood: float
     is_greedy: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hmac
 import os
 import socket
 import time
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from overland.errors import ClusterError
 from overland.slurm import expand_hosts
 from overland.tools.preflight import judge, start
 from overland.tools.preflight.all_reduce import judge_transport
@@ -22,10 +23,11 @@ from overland.tools.preflight.report import Report
 from overland.tools.preflight.start import Started, first_task
 from overland.tools.preflight.task import run_task
 from overland.tools.preflight.tournament import Rounds
-from overland.tools.wire import Message, Switchboard
+from overland.tools.wire import ADDRESS, KEY, Message, Switchboard
 from overland.world import World
 from overland.world.heartbeat import node_name
 from overland.world.rendezvous import open_store, reachable
+from overland.world.secret import VARIABLE, secret_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -114,17 +116,27 @@ def preflight_here(
 def preflight_among_ranks(
     world: World, job: PreflightSettings, env: Mapping[str, str] = os.environ
 ) -> Report | None:
-    """Returns the report on the first rank, None on the others. The address and the key go through
-    the world's store, which trusts its network as training does."""
+    """Returns the report on the first rank, None on the others. The address goes through the
+    world's store, signed, since anyone who reaches the store can write there; the key does not."""
+    secret = secret_of(env)
     store = _store(world)
+    key = sign(secret, NAME)
     if not world.is_first:
-        os.environ.update(json.loads(store.get(NAME)))
+        address, _, signature = store.get(NAME).decode(errors="replace").partition(" ")
+        if not hmac.compare_digest(signature.encode(), sign(secret, address).encode()):
+            raise ClusterError(
+                f"the address of the first rank is not signed with this job's secret: another "
+                f"program has written it, or the ranks have different secrets; set {VARIABLE} to "
+                "the same random characters for all of them"
+            )
+        os.environ |= {ADDRESS: address, KEY: key}
         run_task()
         return None
     nodes = _nodes(world, env)
-    board = Switchboard(_others(world, nodes, env), env)
+    board = Switchboard(_others(world, nodes, env), env, key)
     try:
-        store.set(NAME, json.dumps(board.environment()))
+        address = board.environment()[ADDRESS]
+        store.set(NAME, f"{address} {sign(secret, address)}")
         started = first_task({**env, **board.environment()})
         return conduct(board, started, nodes, world.local_size, job)
     finally:
@@ -290,6 +302,10 @@ def _judge_sum(
     rate = min(facts["gb_per_s"] for facts in answers.values())
     network, problem = judge_transport(answers)
     return {"gb_per_s": rate, "tasks": len(orders), "transport": network}, problem
+
+
+def sign(secret: bytes, words: str) -> str:
+    return hmac.new(secret, words.encode(), "sha256").hexdigest()
 
 
 def sum_limit(num_tasks: int) -> float:

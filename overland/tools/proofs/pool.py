@@ -37,7 +37,7 @@ class RankPool:
             for rank in range(num_ranks):
                 per_node = num_ranks // num_nodes
                 world = World(rank, num_ranks, rank % per_node, per_node)
-                self._ranks[rank][1].send((function, world, meeting_point.name, args))
+                self._ranks[rank][1].send((os.getcwd(), function, world, meeting_point.name, args))
             results: dict[int, tuple[bool, Any]] = {}
             patience = TIMEOUT_SECONDS
             for rank in range(num_ranks):
@@ -75,8 +75,9 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        function, world, meeting_point, args = pipe.recv()
+        place, function, world, meeting_point, args = pipe.recv()
         try:
+            os.chdir(place)  # the folder that the caller is in now
             store = dist.FileStore(meeting_point, world.size)
             dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
             try:

@@ -22,6 +22,8 @@ from overland.tools.jobs.supervise.faults import Findings
 from overland.tools.jobs.supervise.watchdog import GONE_SECONDS, Heard, Watchdog
 from overland.tools.wire import Message, Switchboard, Wire
 from overland.world.heartbeat import HEARTBEATS, Phase, heartbeat_prefix
+from overland.world.secret import VARIABLE as SECRET
+from overland.world.secret import new_secret
 
 END_SECONDS = 20.0
 WORD_SECONDS = 10.0  # from the first rank's error report until all ranks are ended
@@ -47,13 +49,14 @@ def srun_on(launch: Sequence[str], nodes: Sequence[str], tasks_per_node: int) ->
 def rank_environment(
     env: Mapping[str, str], board: Switchboard, attempt: int, fault_folder: Path
 ) -> dict[str, str]:
-    """Returns the environment of the ranks: where their agents connect, where heartbeats are
-    written, and where NCCL's flight recorder writes."""
+    """Returns the environment of the ranks: where their agents connect, the secret by which ranks
+    recognize each other, and where heartbeats and NCCL's flight recorder are written."""
     return {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         **env,
         **board.environment(),
+        SECRET: new_secret(),
         HEARTBEATS: heartbeat_prefix(job_id(env), attempt),
         RECORDS: str(fault_folder.absolute() / "nccl_rank_"),
     }
