@@ -7,6 +7,7 @@ does.
 
 from __future__ import annotations
 
+import errno
 from enum import StrEnum
 from typing import ClassVar
 
@@ -139,9 +140,16 @@ class NoRun(OverlandError):
     """There is nothing to watch."""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk or a quota
+
+
 def sentence(error: Exception) -> str:
     """Returns what went wrong, in one line."""
     if isinstance(error, OSError) and error.strerror:
+        if error.errno in FULL:  # of a copy, the second name is where it was written
+            where = error.filename2 or error.filename
+            advice = "free some space there" if where else "`df -h` shows which disk is full"
+            return f"{f'{where}: ' if where else ''}{error.strerror}; {advice}"
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
     return str(error) or type(error).__name__

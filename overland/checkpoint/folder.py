@@ -11,7 +11,6 @@ checkpoint/
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import shutil
@@ -23,7 +22,7 @@ from typing import Any
 from overland.checkpoint.format import INDEX
 from overland.checkpoint.read import read_marker
 from overland.config.schema import Checkpoint
-from overland.errors import CheckpointError
+from overland.errors import FULL, CheckpointError
 from overland.files import Disk, reserve
 from overland.run_folder import CHECKPOINT, COMMITTED, LATEST
 from overland.words import size
@@ -158,7 +157,7 @@ def _can_reserve(folder: Path, num_bytes: int) -> bool:
     try:
         reserve(folder / f".room-{os.getpid()}", num_bytes)
     except OSError as error:
-        return error.errno not in (errno.ENOSPC, errno.EDQUOT)
+        return error.errno not in FULL
     return True
 
 

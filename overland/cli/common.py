@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import sys
@@ -13,7 +12,7 @@ from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 
-from overland.errors import OverlandError, sentence
+from overland.errors import FULL, OverlandError, sentence
 from overland.words import visible
 from overland.world.signals import ERRORS
 
@@ -45,7 +44,7 @@ def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
 
 def is_user_error(error: Exception) -> bool:
     if isinstance(error, OSError):  # no permission, a file where a folder should be, a full disk
-        return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return error.filename is not None or error.errno in FULL
     return isinstance(error, OverlandError)
 
 

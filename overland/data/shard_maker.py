@@ -35,7 +35,7 @@ from overland.data.sources.marks import FileMark, changed_files
 from overland.data.sources.source import BadDocument, FileSource, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
-from overland.files import replace_file
+from overland.files import naming, replace_file
 from overland.processes import host, is_running, this_process
 
 # Passed to the tokenizer at once: a third of a second for one core, and enough documents to spread
@@ -298,7 +298,7 @@ class Claims:
         """Takes the claim at `path`; returns None if someone else holds it."""
         owner = {**this_process(), "number": next(_numbers)}
         try:
-            with path.open("xb") as file:
+            with naming(path), path.open("xb") as file:
                 file.write(json.dumps(owner).encode())
             return Claim(path, owner)
         except FileExistsError:

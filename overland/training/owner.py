@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.errors import TakenError
-from overland.files import publish
+from overland.files import naming, publish
 from overland.parallel.comm import from_first_rank
 from overland.processes import is_running, this_process
 from overland.run_folder import OWNER
@@ -248,7 +248,8 @@ def _heir(path: Path, held: OwnerRecord) -> Path:
 def _written_beside(path: Path, owner: Owner) -> Iterator[Path]:
     beside = path.with_name(f".owner.{owner['id']}")
     try:
-        beside.write_text(json.dumps(owner, indent=1) + "\n")
+        with naming(beside):
+            beside.write_text(json.dumps(owner, indent=1) + "\n")
         yield beside
     finally:
         beside.unlink(missing_ok=True)

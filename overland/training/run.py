@@ -354,7 +354,7 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: Path, config: JobConfig) -> Non
         about["eos_token_id"] = list(dict.fromkeys([*known, *ends]))
         files[GENERATION] = json.dumps(about, indent=2).encode()
     for name, data in files.items():
-        (folder / name).write_bytes(data)
+        replace_file(folder / name, data)
 
 
 def write_plan(run: Run) -> None:

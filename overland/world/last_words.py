@@ -9,7 +9,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 
-from overland.errors import Kind, OverlandError
+from overland.errors import FULL, Kind, OverlandError
 from overland.world.heartbeat import node_name
 
 SAYS = "overland says: "
@@ -74,7 +74,7 @@ COLLECTIVES = re.compile(r"torch/distributed/(distributed_c10d|rendezvous|_funct
 
 def error_kind(error: BaseException) -> Kind:
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in FULL:
         return Kind.DISK
     if _file_system_failed(error):
         return Kind.UNKNOWN

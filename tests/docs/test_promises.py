@@ -61,7 +61,9 @@ def test_a_file_that_the_system_refuses_is_the_users_to_mend(tmp_path: Path) -> 
     assert sentence(refused.value) == f"{tmp_path}/file/folder: Not a directory"
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert is_user_error(full)
-    assert sentence(full) == "No space left on device"
+    assert sentence(full).startswith("No space left on device; `df -h` shows")
+    full.filename, full.filename2 = "from", f"{tmp_path}/file"
+    assert sentence(full) == f"{tmp_path}/file: No space left on device; free some space there"
 
 
 def test_errors_of_our_own_making_are_no_users_errors() -> None:

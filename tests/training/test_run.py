@@ -1,5 +1,7 @@
 """Whole runs on real ranks: what stays equal, what is recorded, what starts from what."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,12 @@ from safetensors.torch import load_file
 from overland.checkpoint.read import open_checkpoint
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch
+from overland.errors import sentence
+from overland.files import DISK
 from overland.tools.proofs.pool import RankPool
 from overland.training.export import export_hf
 from overland.training.loop import train
-from overland.training.run import build_run
+from overland.training.run import build_run, keep_tokenizer
 from overland.world import World
 from tests.jobs import TINY_MODEL, losses, run_job, tiny_job
 
@@ -21,6 +25,25 @@ FLOAT32 = {
     "mixed_precision_param": "float32",
     "mixed_precision_reduce": "float32",
 }
+
+
+def test_a_disk_that_fills_during_the_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Files:
+        path = tmp_path / "given" / "tokenizer.json"
+
+        def files(self) -> dict[str, bytes]:
+            return {"tokenizer.json": b"{}"}
+
+    def refuse(operation: str, path: Path) -> None:
+        if operation == "write":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(DISK, "at", refuse)
+    with pytest.raises(OSError, match=r"No space left") as full:
+        keep_tokenizer(Files(), tmp_path / "tokenizer", tiny_job(tmp_path))  # type: ignore[arg-type]
+    assert sentence(full.value).startswith(f"{tmp_path}/tokenizer/")
 
 
 def test_two_deterministic_runs_give_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:

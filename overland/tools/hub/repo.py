@@ -6,7 +6,6 @@ a file is not read. This module opens connections, so only `fetch` and `push` im
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from overland.errors import HubError
+from overland.errors import FULL, HubError
 from overland.packages import need
 from overland.tools.hub.snapshot import HubFile, check_commit
 
@@ -159,7 +158,7 @@ def _explain(error: Exception, repo: Repo) -> str | None:
             f"{repo.endpoint} did not respond like a Hub: check HF_ENDPOINT, and whether a proxy "
             "requires a login first"
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in FULL:
         return (
             "the disk or your quota is full; downloaded data is kept: free some space and run this "
             "again, or choose another folder with --to"

@@ -124,11 +124,12 @@ def verdict(run: SubmittedRun, folder: Path) -> str:
 def table_of_faults(run: SubmittedRun, end: str, while_full: list[int]) -> str:
     """With the number of faults that came of each time when the disk was full."""
     recovered = run.events("recovered")
+    backs = [back for back in recovered for _ in range(back["faults"])]
     rows = [
         f"| {number} | {fault['step']} | {fault['kind']} | {fault['what'][:100]} | "
         f"{', '.join(fault['excluded']) or '–'} | {fault['seconds_to_notice']:.0f} | "
         f"{back['lost_seconds']:.0f} |"
-        for number, (fault, back) in enumerate(zip(run.events("fault"), recovered, strict=False), 1)
+        for number, (fault, back) in enumerate(zip(run.events("fault"), backs, strict=False), 1)
     ]
     kinds = Counter(fault["kind"] for fault in run.events("fault"))
     lost = [back["lost_seconds"] for back in recovered]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from overland.errors import Kind
 from overland.tools.jobs.supervise import supervisor as supervisors
+from overland.tools.jobs.supervise.events import read_events
 from overland.tools.jobs.supervise.faults import Fault
 from overland.tools.jobs.supervise.logbook import Logbook
 from overland.tools.jobs.supervise.roster import Roster
@@ -40,6 +42,34 @@ def test_without_a_spare_a_full_disk_ends_a_job_and_no_chain(fault: Fault, tmp_p
     answers = [supervisor.answer(fault) for _ in range(8)]
     assert [answer.action for answer in answers] == ["restart"] * 7 + ["give back"]
     assert answers[0].pause_seconds < answers[5].pause_seconds
+
+
+def test_several_faults_without_a_step_between_them_are_one_recovery(tmp_path: Path) -> None:
+    supervisor = supervisor_in(tmp_path, "n1", "n2")
+    for fault in (QUOTA, FULL, FULL):
+        supervisor.answer(fault)
+    supervisor.note_new_step(3, supervisor.furthest_at + 10)
+    supervisor.note_new_step(4, supervisor.furthest_at + 1)
+    events = read_events(tmp_path)
+    [recovered] = [event for event in events if event["event"] == "recovered"]
+    assert (recovered["faults"], recovered["lost_seconds"], recovered["step"]) == (3, 10.0, 3)
+
+
+def test_the_last_steps_may_fall_between_two_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = supervisor_in(tmp_path, "n1", "n2")
+    supervisor.job = replace(supervisor.job, steps=30, preflight=False)
+
+    def attempt(nodes: list[str]) -> str:
+        supervisor.furthest = 27
+        (tmp_path / "done").write_text("30\n")
+        return "finished"
+
+    monkeypatch.setattr(supervisor, "attempt", attempt)
+    assert supervisor.run() == 0
+    [end] = [event for event in read_events(tmp_path) if event["event"] == "end"]
+    assert (end["how"], end["step"], end["what"]) == ("finished", 30, "step 30")
 
 
 def test_a_quota_is_nobodys_fault(tmp_path: Path) -> None:

@@ -42,10 +42,13 @@ class Supervised:
         return self.run / self.checkpoint_folder
 
     def is_done(self) -> bool:
+        return self.steps_done() >= self.steps
+
+    def steps_done(self) -> int:
         try:
-            return steps_in((self.run / DONE).read_text()) >= self.steps
+            return steps_in((self.run / DONE).read_text())
         except OSError:
-            return False
+            return 0
 
     def newest_checkpoint(self) -> int:
         paths = self.checkpoints.glob("step_*")

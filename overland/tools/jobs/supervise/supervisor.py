@@ -121,6 +121,7 @@ class Supervisor:
             if nodes is None:
                 return self.not_enough_nodes()
             how = self.attempt(nodes)
+            self.note_saved_step()
             if not isinstance(how, Fault):
                 why = f": {self.why_asked}" if self.why_asked and how == "stopped" else ""
                 what = f"step {self.furthest}{why}"
@@ -404,15 +405,23 @@ class Supervisor:
         if step > self.furthest:
             self.note_new_step(step, time.monotonic())
 
+    def note_saved_step(self) -> None:
+        """Learns from the run folder of steps that ended between two heartbeats."""
+        step = max(self.job.steps_done(), self.job.newest_checkpoint())
+        if step > self.furthest:
+            self.note_new_step(step, time.monotonic())
+
     def note_new_step(self, step: int, now: float) -> None:
         """Records a step that no attempt has reached before: earlier faults are recovered from."""
-        for fault in self.faults:
-            lost = now - self.furthest_at
-            tell(f"recovered from {fault.kind} at step {step}: {lost:.0f} s lost")
+        if self.faults:
+            lost, kind = now - self.furthest_at, self.faults[-1].kind
+            more = f", the last of {len(self.faults)} faults," if self.faults[1:] else ""
+            tell(f"recovered from {kind}{more} at step {step}: {lost:.0f} s lost")
             self.logbook.write(
                 "recovered",
                 attempt=self.number,
-                kind=fault.kind,
+                kind=kind,
+                faults=len(self.faults),
                 lost_seconds=round(lost, 1),
                 step=step,
             )
