@@ -18,7 +18,7 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -100,7 +100,8 @@ class Snapshot:
             if box.name in self._tested and box.name not in done
             for room in rooms
         )
-        with torch.cuda.stream(self._stream):  # training's own stream is far ahead
+        # Training's own stream is far ahead. On a CPU, even stream(None) would initialize a GPU.
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             found = self._largest.not_finite() + in_host_memory.not_finite()
         return sorted(self._broken & set(self._tested)) + found
 

@@ -136,7 +136,7 @@ def devices_here(loaded: Loaded) -> tuple[int, str, list[str]]:
     problems = [problem for problem in check_sizes(loaded, here) if problem.kind != "note"]
     if not problems:
         how = "as `overland train` would use here; --world-size checks another number"
-        return here, f"{here:,} × {device_name()} ({how})", []
+        return here, f"{here:,} × {device_name(loaded.config.training.device)} ({how})", []
     fewest = smallest_world(loaded.config.parallelism)
     note = (
         f"`overland train` would refuse this config on the {number_of(here, 'device')} of this "

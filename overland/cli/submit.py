@@ -192,7 +192,7 @@ def load_for_chain(
     waive: set[ProblemKind] = {"machine", "missing"} if waive_missing else {"machine"}
     loaded, problems = load_checked(source, arguments, world_size=world_size, waive=waive)
     problems += require_start(loaded)
-    for note in [*loaded.notes, *(str(p) for p in problems if p.kind != "machine")]:
+    for note in [*loaded.notes_at_start(), *(str(p) for p in problems if p.kind != "machine")]:
         print(f"note: {note}", file=sys.stderr)
     loaded, _ = settle_folder(loaded, arguments)
     checkpoint = loaded.config.checkpoint

@@ -76,7 +76,7 @@ def train_here(
     loaded, notes = load_checked(source, arguments, world_size=num_ranks)
     printing = log_ranks(os.environ)
     if (world is None or world.is_first) and LAUNCHED not in os.environ:
-        for note in [*loaded.notes, *map(str, notes)]:
+        for note in [*loaded.notes_at_start(), *map(str, notes)]:
             print(f"note: {note}", file=sys.stderr)
     if step := saved_step(loaded.config):
         say_at_signal(f"stopped before the next step; step {step} is saved")

@@ -38,7 +38,9 @@ from overland.config.validate import check_switches, validate_entries
 from overland.config.variables import Resolved, resolve_paths
 from overland.files import read_json
 from overland.run_folder import COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
-from overland.words import any_of, command, nearest_name
+from overland.words import any_of, command, nearest_name, number_of
+
+FEWEST_ROUTINE = 3  # notes that one line may stand for
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,20 @@ class Loaded:
     """The original text of paths with variables or `~`, by key."""
     variables: dict[str, str] = field(default_factory=dict)
     """The values of those variables."""
+    routine: frozenset[str] = frozenset()
+    """The notes that only say what became of a key of another trainer."""
+    about: str = ""
+    """Names that trainer."""
+
+    def notes_at_start(self) -> list[str]:
+        """Returns the notes to print at every start: a single one in place of many routine ones,
+        which `overland check` prints."""
+        if len(self.routine) < FEWEST_ROUTINE:
+            return self.notes
+        check = command("overland", "check", self.source)
+        number = number_of(len(self.routine), "note")
+        line = f"{self.about}; `{check}` says what became of its keys ({number})"
+        return [line, *(note for note in self.notes if note not in self.routine)]
 
     def where(self, key: str) -> str:
         """Returns where `section.key` was set (`run.toml:12`); the file alone if it has its
@@ -88,12 +104,14 @@ def load_config(
     """
     given = parse_arguments(arguments)
     path, shown = find_source(source, given, env)
-    entries, notes, refused = translate(read_file(path, shown), shown, above=given.entries)
+    file = translate(read_file(path, shown), shown, above=given.entries)
+    entries, notes, refused = file.entries, file.notes, file.problems
     from_env, env_problems = environment_entries(env)
-    over, over_notes, over_refused = translate(given.entries, COMMAND_LINE, below=entries)
+    over, over_notes, over_refused, *_ = translate(given.entries, COMMAND_LINE, below=entries)
     entries = overlay(overlay(entries, from_env), over)
     config, problems, dropped = validate_entries(entries)
-    problems += check_switches(config, entries, dropped)
+    if not refused:  # what was refused may be what enables them
+        problems += check_switches(config, entries, dropped)
     places = {key: entry.where for key, entry in entries.items() if key not in dropped}
     config, bad_expressions = check_expressions(config, places)
     config, sft_notes = with_sft_defaults(config, places)
@@ -131,6 +149,8 @@ def load_config(
         ),
         written=paths.written,
         variables=paths.variables,
+        routine=file.routine,
+        about=file.about,
     )
     if problems:
         raise ConfigError(problems, partial=loaded)
@@ -155,7 +175,13 @@ def translate(
     elif is_axolotl(entries):
         first = translate_axolotl(entries, shown, above or {})
     second = translate_torchtitan(first.entries, shown, below or {}, above or {})
-    return Translated(second.entries, first.notes + second.notes, first.problems + second.problems)
+    return Translated(
+        second.entries,
+        first.notes + second.notes,
+        first.problems + second.problems,
+        first.routine | second.routine,
+        first.about or second.about,
+    )
 
 
 def with_sft_defaults(

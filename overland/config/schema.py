@@ -158,6 +158,8 @@ class Training(Section):
     drop it."""
     max_norm: NonNegativeFloat = 1.0
     """Clip gradients to this global norm; 0 turns clipping off."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Where each process computes; auto: on a GPU, if there are any; cpu: on the CPU even so."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Data type of parameters and optimizer state."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32", "float16", "float64"] = "auto"

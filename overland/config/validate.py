@@ -19,6 +19,7 @@ def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[Ke
     problems, unknown = _unknown_keys(entries)
     known = {path: entry for path, entry in entries.items() if path not in unknown}
     bad = _bad_paths(known)
+    reported: set[tuple[str, int]] = set()
     for path in bad:
         key = find_key(path)
         assert key is not None  # unknown keys were removed above
@@ -26,6 +27,9 @@ def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[Ke
         where = next(iter(inside.values())).where
         below = {other[len(path) :]: entry for other, entry in inside.items()}
         value = inside[path].value if path in inside else nest(below)
+        if (where, id(value)) in reported:
+            continue  # one value of another trainer's file, which sets several keys
+        reported.add((where, id(value)))
         is_item = len(path) == 3 and key.dotted != ".".join(path)
         words = key.item_words if is_item else key.type_words
         near = _nearest_choice(value, key.choices)
@@ -55,10 +59,11 @@ def validate_again(config: JobConfig, where: str) -> JobConfig:
 def check_switches(
     config: JobConfig, entries: Entries, dropped: Collection[KeyPath] = ()
 ) -> Iterator[Problem]:
-    """Refuses keys of a section that is not enabled: they would have no effect. Says nothing if the
-    key that enables it was dropped because of an error of its own."""
+    """Refuses keys of a section that is not enabled: they would have no effect. Says nothing if a
+    key of the section was dropped because of an error of its own: it may be the one that enables
+    it, misspelt."""
     for section, switches in SWITCHES.items():
-        if any(tuple(switch.split(".")) in dropped for switch in switches):
+        if any(path[0] == section for path in dropped):
             continue
         values = getattr(config, section)
         changed = [  # only these: a run folder's config sets all keys

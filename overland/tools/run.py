@@ -170,7 +170,7 @@ def _train_among_ranks(config: JobConfig, world: World, screen: Screen) -> tuple
     from overland.parallel.comm import from_first_rank, process_group
     from overland.training.owner import owned
 
-    with process_group(config.comm, world, device_type()) as device:
+    with process_group(config.comm, world, device_type(config.training.device)) as device:
         if config.checkpoint.resume == "none":
             config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))
         folder = RunFolder.of(config).root
@@ -245,7 +245,7 @@ def killed_in_words(config: JobConfig, num_ranks: int, free: float) -> str:
     from overland.models.registry import model_config
     from overland.training.out_of_memory import rank_killed
 
-    device = torch.device(device_type())
+    device = torch.device(device_type(config.training.device))
     return rank_killed(config, model_config(config.model), num_ranks, device, free)
 
 

@@ -40,7 +40,7 @@ class Meter:
     def __init__(self, run: Run) -> None:
         training = run.config.training
         self.num_devices = run.world.size
-        known = peak_flops(device_name(), training.mixed_precision_param)
+        known = peak_flops(device_name(training.device), training.mixed_precision_param)
         self.peak = run.config.metrics.peak_flops or known
         self.measure = run.measure
         self.restart(run)
@@ -62,7 +62,7 @@ class Meter:
             f"{self.measure.unit}_per_second": rate,
             "tflops": flops and rate * flops / 1e12,
             "mfu": rate * flops / self.peak if self.peak and flops else None,
-            "memory_gib": memory_in_use(),
+            "memory_gib": memory_in_use(run.config.training.device),
             "data_wait": self._waited / seconds,
         }
         self.restart(run)

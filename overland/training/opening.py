@@ -38,7 +38,7 @@ def opening(
         "model": model_in_words(config, architecture),
         "data": data_in_words(config),
         "batch": batch_in_words(config, degrees, architecture),
-        "devices": f"{world.size:,} × {device_name()}{nodes}",
+        "devices": f"{world.size:,} × {device_name(config.training.device)}{nodes}",
         "layout": layout_in_words(degrees),
         "precision": precision_in_words(config),
         "memory": memory_in_words(config, architecture, degrees, device),

@@ -56,7 +56,7 @@ class SessionFile(Callback):
             machine=socket.gethostname(),
             nodes=world.num_nodes,
             devices=world.size,
-            device=device_name(),
+            device=device_name(run.config.training.device),
             degrees={name: degrees[name] for name in DEGREES if name in degrees},
             parameters=count_parameters(run.model_config).total,
             rows=run.global_batch_size,

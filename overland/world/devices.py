@@ -29,18 +29,18 @@ def may_have_accelerator() -> bool:
     return sys.platform == "darwin" or any(Path(path).exists() for path in drivers)
 
 
-def device_type() -> str:
-    """Returns `cuda` (NVIDIA and AMD alike) or `cpu`."""
+def device_type(wanted: str = "auto") -> str:
+    """Returns `cuda` (NVIDIA and AMD alike) or `cpu`; `wanted` is `training.device`."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if wanted == "auto" and torch.cuda.is_available() else "cpu"
 
 
-def device_name() -> str:
+def device_name(wanted: str = "auto") -> str:
     """Returns the accelerator's name as its driver gives it, or the CPU's."""
     import torch
 
-    if torch.cuda.is_available():
+    if device_type(wanted) == "cuda":
         return torch.cuda.get_device_name()
     return cpu_name()
 
@@ -65,12 +65,12 @@ def peak_flops(device: str, dtype: str = "bfloat16") -> float | None:
     return None
 
 
-def memory_in_use() -> float:
+def memory_in_use(wanted: str = "auto") -> float:
     """Returns the peak memory of this rank so far in GiB: of the device, or of the process on a
     CPU."""
     import torch
 
-    if torch.cuda.is_available():
+    if device_type(wanted) == "cuda":
         return torch.cuda.max_memory_reserved() / 2**30
     import resource
 

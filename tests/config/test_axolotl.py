@@ -11,7 +11,13 @@ import yaml
 
 from overland.config.dialects.axolotl import is_axolotl, translate_axolotl
 from overland.config.dialects.axolotl_data import KINDS, UNUSED
-from overland.config.dialects.axolotl_keys import LORA, PREFERENCE, RENAMED, TRANSLATED
+from overland.config.dialects.axolotl_keys import (
+    LORA,
+    PREFERENCE,
+    RENAMED,
+    SWITCHES,
+    TRANSLATED,
+)
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded, load_config
 from overland.config.source import read_yaml
@@ -351,6 +357,38 @@ def test_what_would_train_something_else_is_refused(tmp_path: Path, line: str) -
     if line != "special_tokens: {eos_token: <x>}":  # noted, as there is no tokenizer to compare
         with pytest.raises(ConfigError):
             load(tmp_path, text)
+
+
+@pytest.mark.parametrize("key", SWITCHES)
+@pytest.mark.parametrize("value", ["'false'", "'no'", "0"])
+def test_text_for_a_switch_is_refused_and_not_taken_for_true(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    text = f"base_model: b\ndatasets: [{{path: a.jsonl, type: alpaca}}]\n{key}: {value}\n"
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, text)
+    assert [(one.key, one.message) for one in raised.value.problems] == [
+        (key, "expected true or false")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("lora_r: 16", "loar_r: 16", "loar_r"),
+        ("lora_alpha: 32", "lora_alhpa: 32", "lora_alhpa"),
+        ("base_model:", "base_modle:", "base_modle"),
+        ("datasets:", "dataset:", "dataset"),
+        ("micro_batch_size: 2", "micro_batch_size: '2'", "training.local_batch_size"),
+        ("num_epochs: 3", "batch_size: '8'", "batch_size"),
+        ("bf16: auto", "bf16: 'false'", "bf16"),
+    ],
+)
+def test_one_mistake_is_one_problem(tmp_path: Path, old: str, new: str, key: str) -> None:
+    """Not also the consequences: a section without what enables it, a missing key."""
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, LORA_ALPACA.replace(f"\n{old}", f"\n{new}"))
+    assert [one.key for one in raised.value.problems] == [key]
 
 
 @pytest.mark.parametrize("dataset", BAD_DATASETS)

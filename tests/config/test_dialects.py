@@ -287,7 +287,7 @@ def test_the_stubs_yaml_is_translated(tmp_path: Path) -> None:
     assert config.training.mixed_precision_param == "float16"
     assert config.training.max_norm == 0.5
     assert config.parallelism.sharding_stage == "zero2_hybrid"
-    assert config.comm.backend == "gloo"
+    assert (config.comm.backend, config.training.device) == ("gloo", "cpu")
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-4, 0.05)
     schedule = config.lr_scheduler
     assert (schedule.warmup_steps, schedule.total_steps) == (10, 1000)
@@ -376,6 +376,10 @@ def test_layernorm_of_older_files_is_built(tmp_path: Path) -> None:
         ("[checkpoint]\ncreate_seed_checkpoint = true\n", "no seed checkpoint is needed"),
         ('[comm]\nmode = "fake_backend"\n', "DRY_RUN=1"),
         ("[checkpoint]\ninitial_load_in_hf = true\n", "no weights are given"),
+        ('[checkpoint]\ninitial_load_in_hf = "true"\n', "expected true or false"),
+        ('[float8]\nenable_float8_linear = "false"\n', "expected true or false"),
+        ('[checkpoint]\ninterval_type = "seconds"\ninterval = "60"\n', "expected a positive"),
+        ("[optimizer]\nearly_step_in_backward = 0\n", "set training.max_norm = 0"),
     ],
 )
 def test_what_would_train_something_else_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -456,6 +460,14 @@ def test_what_would_train_something_else_than_the_stub_is_refused(
     assert old in STUB
     with pytest.raises(ConfigError, match=re.escape(says)):
         load(tmp_path, STUB.replace(old, new), name="stub.yaml")
+
+
+def test_one_value_of_the_stub_that_sets_several_keys_is_one_problem(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, STUB.replace("saving_iterations: 100", "saving_iterations: '100'", 1),
+             name="stub.yaml")  # fmt: skip
+    (problem,) = caught.value.problems
+    assert problem.value == "100"
 
 
 def test_the_stubs_accumulation_follows_from_a_global_batch(tmp_path: Path) -> None:

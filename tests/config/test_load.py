@@ -261,8 +261,9 @@ def test_a_key_of_the_training_data_is_looked_for_in_training(write) -> None:
 
 
 def test_a_switch_with_an_error_has_no_consequences(write) -> None:
-    words = ["lora.rank=-1", "lora.alpha=16", "lora.dropout=0.1"]
-    with pytest.raises(ConfigError) as caught:
-        config_of(write(""), *words)
-    (problem,) = caught.value.problems
-    assert problem.key == "lora.rank"
+    for key in ("rank", "rnak"):  # a wrong value, and a misspelt key
+        words = [f"lora.{key}=-1", "lora.alpha=16", "lora.dropout=0.1"]
+        with pytest.raises(ConfigError) as caught:
+            config_of(write(""), *words)
+        (problem,) = caught.value.problems
+        assert problem.key == f"lora.{key}"

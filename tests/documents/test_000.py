@@ -71,6 +71,46 @@ WORDS = [
 ]
 
 
+def test_a_partial_hf_config_takes_the_rest_from_transformers(place: Path) -> None:
+    """As the document writes it, with three keys and "other architecture parameters"."""
+    transformers = pytest.importorskip("transformers")
+    given = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16}
+    yaml_file = {**yaml.safe_load(TEXT), "model": {"hf_config": given}}
+    (place / CONFIG).write_text(yaml.safe_dump(yaml_file))
+    loaded = load_config(str(place / CONFIG), resolve=False)
+    model = loaded.config.model
+    ours = resolve_config(model.name, model.flavor, None, model.overrides).to_hf()
+    theirs = transformers.ViTMAEConfig(**given).to_dict()
+    assert {key: theirs[key] for key in ours if key != "architectures"} == {
+        key: value for key, value in ours.items() if key != "architectures"
+    }
+    (said,) = (note for note in loaded.notes_at_start() if "intermediate_size" in note)
+    assert "model.flavor" in said
+
+
+def test_one_note_at_the_start_stands_for_all_about_keys(place: Path) -> None:
+    loaded = load_config(str(place / CONFIG), resolve=False)
+    (line,) = loaded.notes_at_start()
+    assert "overland check" in line
+    assert len(loaded.notes) > 20
+
+
+def test_cpu_only_keeps_ranks_off_gpus(place: Path) -> None:
+    """On a machine that says it has GPUs; a rank that used one would fail here."""
+    (place / CONFIG).write_text(TEXT.replace("cpu_only: False", "cpu_only: True"))
+    code = (
+        "import sys, torch; torch.cuda.is_available = lambda: True; import overland; "
+        "overland.train(overland.load_config(sys.argv[1], sys.argv[2:]))"
+    )
+    words = [*WORDS, "training.epochs=0.2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, CONFIG, *words],
+        cwd=place, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert read_metrics(place / RUN / "metrics.jsonl")[-1]["step"] == 1
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A folder with what `overland init --from stub` puts there."""

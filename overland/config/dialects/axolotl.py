@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from overland.config.dialects import Translated
+from overland.config.dialects import Translated, is_one_of
 from overland.config.dialects.axolotl_data import translate_data
 from overland.config.dialects.axolotl_file import SAME, File, folder_of, listed
 from overland.config.dialects.axolotl_keys import (
@@ -78,7 +78,7 @@ def _model(file: File) -> None:
     entry = file.take("base_model")
     if entry is None:
         if not file.decided("model.from") and not file.decided("model.config"):
-            file.refuse("base_model", None, "is missing; name the model to fine-tune")
+            file.lacks("base_model", None, "is missing; name the model to fine-tune")
     else:
         folder = folder_of(file, entry, "model", "assets/hf")
         if file.value("reinit_weights"):
@@ -104,7 +104,7 @@ def _lora(file: File) -> None:
     adapter, narrow = file.take("adapter"), file.take("load_in_4bit")
     if adapter is None:
         if narrow is not None and narrow.value:
-            file.refuse("load_in_4bit", narrow, "4-bit frozen weights need an adapter")
+            file.lacks("load_in_4bit", narrow, "4-bit frozen weights need an adapter")
         for key in [key for key in file.keys if key in LORA or key.startswith("lora_target_")]:
             file.ignore(key, "without adapter, all weights are trained")
         return
@@ -113,12 +113,12 @@ def _lora(file: File) -> None:
     if narrow is not None and narrow.value:
         file.put("lora.base", "nf4", narrow, "load_in_4bit")
     elif adapter.value == "qlora":
-        file.refuse("adapter", adapter, "qlora needs load_in_4bit: true")
+        file.lacks("adapter", adapter, "qlora needs load_in_4bit: true")
     is_given = file.keys.get("lora_model_dir") is not None
     if not is_given:
         for key in ("lora_r", "lora_alpha"):
             if key not in file.keys and not file.decided(LORA[key]):
-                file.refuse(key, None, "is missing; an adapter needs it")
+                file.lacks(key, None, "is missing; an adapter needs it")
     file.renamed.append("adapter → lora.rank")
     _targets(file)
     for key, today in LORA.items():
@@ -184,6 +184,8 @@ def _batch(file: File) -> None:
     """Translates the batch size, which in axolotl depends on the number of devices."""
     size, passes = file.take("micro_batch_size"), file.take("gradient_accumulation_steps")
     whole = file.take("batch_size")
+    if whole is not None and type(whole.value) is not int:
+        file.refuse("batch_size", whole, "expected a whole number")
     rows = 1 if size is None else size.value
     if size is not None:
         file.put("training.local_batch_size", rows, size, "micro_batch_size")
@@ -193,13 +195,18 @@ def _batch(file: File) -> None:
     known = [
         file.keys[key].value for key in ("dp_shard_size", "dp_replicate_size") if key in file.keys
     ]
-    if passes is None or number == 1 or file.decided("training.global_batch_size"):
+    if passes is None or is_one_of(number, [1]) or file.decided("training.global_batch_size"):
         if passes is not None:
             reason = "it follows from training.global_batch_size"
             file.draft.without_meaning(("gradient_accumulation_steps",), passes, reason)
         return
-    if not all(type(one) is int and one > 0 for one in (number, rows, *known)):
-        reason = "expected positive whole numbers for this and micro_batch_size"
+    if not (type(number) is int and number > 0):
+        file.refuse("gradient_accumulation_steps", passes, "expected a positive whole number")
+        return
+    if not all(type(one) is int for one in (rows, *known)) or rows < 1:
+        return  # validation refuses these
+    if any(one < 1 for one in known):
+        reason = "needs the number of devices; set training.global_batch_size instead"
         file.refuse("gradient_accumulation_steps", passes, reason)
         return
     devices = 1
@@ -307,6 +314,8 @@ def _numbers(file: File) -> None:
     names = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16",
              "float32": "float32"}  # fmt: skip
     given = {name: entry for name in names if (entry := file.take(name)) is not None}
+    if (half := given.get("bf16")) and not is_one_of(half.value, [True, False, "auto"]):
+        file.refuse("bf16", half, "expected true, false or auto")
     asked = [name for name, entry in given.items() if entry.value is not False]
     if asked:
         name, entry = asked[0], given[asked[0]]
@@ -364,6 +373,9 @@ def _devices(file: File) -> None:
             file.put("training.enable_cpu_offload", True, deepspeed, "deepspeed")
     stages, (config, options) = file.take("fsdp"), file.table("fsdp_config")
     options = {key.removeprefix("fsdp_"): value for key, value in options.items()}
+    for key in ("offload_params", "reshard_after_forward"):
+        if key in options and config is not None:
+            file.draft.expect_bool(("fsdp_config", key), Entry(options[key], config.where))
     for name, entry in (("fsdp", stages), ("fsdp_config", config)):
         if entry is not None:
             file.draft.without_meaning((name,), entry, SHARDING)
@@ -388,13 +400,15 @@ def _rest(file: File) -> None:
             file.ignore(key, IGNORED.get(key, KERNELS))
         elif key in REFUSED:
             harmless, reason = REFUSED[key]
-            if entry.value in harmless:
+            if is_one_of(entry.value, harmless):
                 file.ignore(key, SAME)
             else:
                 file.refuse(key, entry, reason)
-        else:
+        elif key not in KNOWN:
             near = nearest_name(key, KNOWN)
             file.draft.problems.append(Problem(UNKNOWN, entry.where, key, entry.value, near))
+        else:  # depends on a key that is missing, or whose value was refused
+            file.lacks(key, entry, "has no effect without datasets; remove it")
 
 
 KNOWN = (*TRANSLATED, *RENAMED, *LORA, *PREFERENCE, *IGNORED, *REFUSED)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from overland.config.dialects import is_one_of
 from overland.config.dialects.axolotl_file import File, listed
 from overland.config.source import Entry
 from overland.files import read_json
@@ -75,7 +76,7 @@ def translate_data(file: File) -> None:
         _source(file, entry, records[0], "training")
         _type(file, entry, records[0])
     elif not (file.decided("training.dataset_path") or file.decided("training.dataset")):
-        file.refuse("datasets", None, "is missing; name the data to train on")
+        file.lacks("datasets", None, "is missing; name the data to train on")
     _packing(file)
     _validation(file)
 
@@ -308,7 +309,9 @@ def _table(file: File, entry: Entry, dataset: dict[str, Any], key: str) -> dict[
 def _unused(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
     for key, value in dataset.items():
         harmless, reason = UNUSED.get(key, ([], "unknown key; remove it"))
-        if value not in harmless:
+        if key in UNUSED and harmless in ([True, False], [False]) and not isinstance(value, bool):
+            file.refuse("datasets", entry, f"{key}: expected true or false")
+        elif not is_one_of(value, harmless):
             file.refuse("datasets", entry, f"{key}: {reason}")
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.dialects import Draft, Translated
-from overland.config.errors import show_value
+from overland.config.dialects.axolotl_keys import SWITCHES
+from overland.config.errors import Problem, show_value
 from overland.config.fields import sections
 from overland.config.source import Entries, Entry, nest
 from overland.words import command
@@ -30,6 +31,7 @@ class File:
     taken: dict[str, Entry] = field(default_factory=dict)
     renamed: list[str] = field(default_factory=list)
     chosen: list[str] = field(default_factory=list)
+    lacking: list[Problem] = field(default_factory=list)
 
     @classmethod
     def of(cls, entries: Entries, shown: str, above: Entries) -> File:
@@ -46,6 +48,9 @@ class File:
         file = cls(draft, keys, above, Entry(None, shown))
         for key in [key for key, entry in keys.items() if entry.value in (None, {}, "", [])]:
             draft.without_meaning((key,), keys.pop(key), UNSET)
+        for key in [key for key in SWITCHES if key in keys]:
+            if not draft.expect_bool((key,), keys[key]):
+                del keys[key]
         return file
 
     def take(self, key: str) -> Entry | None:
@@ -79,7 +84,7 @@ class File:
             for name, item in value.items():
                 self.draft.put((*path, str(name)), item, entry)
         elif not self.draft.put(path, value, entry):
-            self.draft.note(entry, f"{key or today} is ignored, since {today} is also set")
+            self.draft.became(entry, f"{key or today} is ignored, since {today} is also set")
             return
         if key:
             self.renamed.append(f"{key} → {today}")
@@ -108,6 +113,12 @@ class File:
     def refuse(self, key: str, entry: Entry | None, reason: str) -> None:
         self.draft.refuse((key,), entry or self.first, reason)
 
+    def lacks(self, key: str, entry: Entry | None, reason: str) -> None:
+        """Reports that another key is missing, unless it may be there under a misspelt name or with
+        a value of the wrong type, which is reported instead."""
+        source = entry or self.first
+        self.lacking.append(Problem(reason, source.where, key, source.value))
+
     def ignore(self, key: str, reason: str) -> None:
         entry = self.take(key)
         if entry is not None:
@@ -131,16 +142,20 @@ class File:
     def finish(self) -> Translated:
         """Returns the result, with a note for every key; keys without one match what Overland
         does."""
+        if not self.draft.problems:
+            self.draft.problems.extend(self.lacking)
         name, problems = self.first.where, [str(one) for one in self.draft.problems]
         said = "\n".join([*self.renamed, *self.draft.finish().notes, *problems])
         for key, entry in self.taken.items():
             if not re.search(rf"\b{re.escape(key)}\b", said):
                 self.draft.without_meaning((key,), entry, SAME)
-        done = self.draft.finish()
-        about = [f"{name}: an axolotl config, read as: {', '.join(self.renamed)}"]
+        about = f"{name}: an axolotl config"
+        done = self.draft.finish(about)
+        first = [f"{about}, read as: {', '.join(self.renamed)}"]
+        routine = done.routine | {first[0]}
         if self.chosen:
-            about.append(f"{name}: axolotl's defaults: {', '.join(self.chosen)}")
-        return Translated(done.entries, about + done.notes, done.problems)
+            first.append(f"{name}: axolotl's defaults: {', '.join(self.chosen)}")
+        return done._replace(notes=first + done.notes, routine=routine)
 
 
 def folder_of(file: File, entry: Entry, kind: str, parent: str) -> str:

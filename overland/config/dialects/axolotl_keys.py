@@ -323,6 +323,14 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "vllm": ([], "it is for GRPO, which is not supported"),
 }
 
+# Keys that are true or false, if text for either would otherwise be taken for true.
+SWITCHES = (
+    "reinit_weights", "load_in_4bit", "lora_target_linear", "precompute_ref_log_probs",
+    "train_on_inputs", "sample_packing", "use_wandb", "fp8", "fp16", "float16", "bfloat16",
+    "float32",
+    *(key for key, (harmless, _) in REFUSED.items() if harmless in ([True], [False])),
+)  # fmt: skip
+
 # Optimizers that are equivalent to AdamW.
 ADAMW = (
     "adamw_torch",

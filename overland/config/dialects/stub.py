@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from overland.config.dialects import Draft, Translated
+from overland.config.dialects import Draft, Translated, is_one_of
 from overland.config.source import Entries, Entry, KeyPath
 from overland.words import any_of
 
@@ -48,6 +48,13 @@ TRANSFORMS = "these transforms are disabled"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
 WHOLE = "checkpoints are sharded and complete, and any number of devices can load them"
 UNSET = "null has no effect"
+HF_CONFIG = ("model", "hf_config")
+# Keys of hf_config that everyone should know the value of.
+SIZES = (
+    "image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers",
+    "num_attention_heads", "intermediate_size", "decoder_hidden_size",
+    "decoder_num_hidden_layers", "decoder_num_attention_heads", "decoder_intermediate_size",
+)  # fmt: skip
 TRANSFORM_SET = ("dataset", "transforms", "set")
 NORMS = ("instance_norm", "uses_instance_norm")
 DROPS = ("drop_last", "drop_last_in_sampler", "drop_last_in_loader")
@@ -84,7 +91,7 @@ def is_stub(entries: Entries) -> bool:
     """Recognizes the stub by `model.hf_config`, or by at least two of its own sections and no
     unknown ones."""
     tops = {path[0] for path in entries}
-    if any(path[:2] == ("model", "hf_config") for path in entries):
+    if any(path[:2] == HF_CONFIG for path in entries):
         return True
     return len(tops & OWN_SECTIONS) >= 2 and tops <= OWN_SECTIONS | OTHER_SECTIONS
 
@@ -97,10 +104,12 @@ def translate_stub(entries: Entries, shown: str, above: Entries) -> Translated:
     draft.put(("images", "if_missing"), "random", first)
     draft.put(("model", "name"), "vit_mae", first)
     draft.put(("lr_scheduler", "decay_type"), "cosine", first)
-    draft.notes.append(
+    about = (
         f"{shown}: a config of the training stub, read as a vit_mae with a cosine schedule, on "
         "random tensors if the lists of images do not exist"
     )
+    draft.became(Entry(None, shown), about.removeprefix(f"{shown}: "))
+    _model(draft, entries, above)
     for path, entry in entries.items():
         _one(draft, path, entry)
     _switches(draft, entries)
@@ -115,7 +124,22 @@ def translate_stub(entries: Entries, shown: str, above: Entries) -> Translated:
     _accumulation(draft, entries, above)
     _from_scratch(draft, entries, above)
     _folder(draft, entries)
-    return draft.finish()
+    return draft.finish(about)
+
+
+def _model(draft: Draft, entries: Entries, above: Entries) -> None:
+    """Sets the model that `hf_config` changes: transformers' ViTMAEConfig, as in the stub."""
+    if ("model", "flavor") in entries or ("model", "config") in {**entries, **above}:
+        return
+    given = {path[2]: entry for path, entry in entries.items() if path[:2] == HF_CONFIG}
+    source = next(iter([*given.values(), *entries.values()]))
+    draft.put(("model", "flavor"), "base", source)
+    if missing := [name for name in SIZES if name not in given]:
+        draft.note(
+            source,
+            f"model.hf_config does not set {any_of(missing, 'and')}; transformers' defaults "
+            'for ViTMAE apply (model.flavor = "base")',
+        )
 
 
 def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -124,7 +148,7 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
         (why for n in range(len(path), 0, -1) if (why := WITHOUT_MEANING.get(".".join(path[:n])))),
         None,
     )
-    if path[:2] == ("model", "hf_config"):
+    if path[:2] == HF_CONFIG:
         draft.put(("model", "overrides", *path[2:]), entry.value, entry)
     elif dotted in SPECIAL:
         SPECIAL[dotted](draft, entry)
@@ -152,8 +176,8 @@ def _switches(draft: Draft, entries: Entries) -> None:
             continue
         if len(path) != 4 and is_transform:
             draft.refuse(path, entry, "expected dataset.transforms.set.NAME: true or false")
-        elif not isinstance(entry.value, bool):
-            draft.refuse(path, entry, "expected true or false")
+        else:
+            draft.expect_bool(path, entry)
 
 
 def _steps(draft: Draft, entries: Entries, above: Entries) -> None:
@@ -170,7 +194,7 @@ def _steps(draft: Draft, entries: Entries, above: Entries) -> None:
     else:
         draft.put(steps, entry.value, entry)
         text = "training.steps and lr_scheduler.total_steps"
-    draft.note(entry, f"lr_scheduler.total_iterations is now {text}")
+    draft.became(entry, f"lr_scheduler.total_iterations is now {text}")
 
 
 def _images(draft: Draft, entries: Entries) -> None:
@@ -185,7 +209,7 @@ def _images(draft: Draft, entries: Entries) -> None:
         draft.refuse(("dataset", "input"), first, reason)
         return
     draft.put(("images", "shape"), [entry.value for entry in given.values()], first)
-    draft.note(first, "dataset.input.C, H and W are now images.shape, for random tensors")
+    draft.became(first, "dataset.input.C, H and W are now images.shape, for random tensors")
 
 
 def _channels(draft: Draft, entries: Entries) -> None:
@@ -223,7 +247,7 @@ def _transforms(draft: Draft, entries: Entries) -> None:
                 )
                 continue
             draft.put(("images", "pad"), [one.value for one in sizes if one], entry)
-            draft.note(entry, "dataset.transforms.set.pad, H_pad and W_pad are now images.pad")
+            draft.became(entry, "dataset.transforms.set.pad, H_pad and W_pad are now images.pad")
 
 
 def _last_batch(draft: Draft, entries: Entries) -> None:
@@ -231,7 +255,7 @@ def _last_batch(draft: Draft, entries: Entries) -> None:
     if given:
         how = "drop" if any(entry.value is True for entry in given) else "pad"
         draft.put(("training", "last_batch"), how, given[0])
-        draft.note(
+        draft.became(
             given[0],
             f'dataset.drop_last_in_sampler and drop_last_in_loader are now training.last_batch = "'
             f'{how}", for the whole run: batches continue across segments and epochs',
@@ -245,18 +269,18 @@ def _saves(draft: Draft, entries: Entries) -> None:
     every = saves.value if saves is not None else None
     if saves is not None and every is not None:
         draft.put(("checkpoint", "interval"), every, saves)
-        draft.note(saves, "checkpoint.chkpt_saving_iterations is now checkpoint.interval")
+        draft.became(saves, "checkpoint.chkpt_saving_iterations is now checkpoint.interval")
         if validates:
             draft.put(("validation", "enable"), True, saves)
             draft.put(("validation", "freq"), every, saves)
             draft.put(("checkpoint", "keep_best"), 1, saves)
-            draft.note(
+            draft.became(
                 saves,
                 "each of these saves also validates on path_eval (validation.freq), and the best "
                 "checkpoint is kept (checkpoint.keep_best)",
             )
     elif saves is not None:
-        draft.note(
+        draft.became(
             saves,
             "checkpoint.chkpt_saving_iterations: null saves only after the last step and when "
             "stopped, and does not validate",
@@ -270,7 +294,7 @@ def _accumulation(draft: Draft, entries: Entries, above: Entries) -> None:
     entry = entries.get(path)
     if entry is None:
         return
-    if entry.value in (None, 1):
+    if is_one_of(entry.value, [None, 1]):
         draft.without_meaning(path, entry, "there is no accumulation")
     elif batch in entries or batch in above:
         draft.without_meaning(path, entry, "it follows from training.global_batch_size")
@@ -296,7 +320,7 @@ def _from_scratch(draft: Draft, entries: Entries, above: Entries) -> None:
         reason = "checkpoint.pretrain sets initial weights; remove it, or set this to false"
         draft.refuse(path, entry, reason)
     elif entry.value is False and not (has_weights or resumes):
-        draft.note(
+        draft.became(
             entry,
             "model.from_scratch is false, but neither checkpoint.pretrain nor path_chkpt_prev is "
             "set; training starts from new weights, as in the stub",
@@ -308,7 +332,7 @@ def _from_scratch(draft: Draft, entries: Entries, above: Entries) -> None:
 
 def _update_interval(draft: Draft, entry: Entry) -> None:
     path = ("lr_scheduler", "scheduler_update_iterations")
-    if entry.value in (None, 1):
+    if is_one_of(entry.value, [None, 1]):
         draft.without_meaning(path, entry, "the learning rate is updated at every step")
     else:
         draft.refuse(
@@ -325,11 +349,9 @@ def _cpu_only(draft: Draft, entries: Entries) -> None:
         entry = entries.get(path)
         if entry is not None and entry.value is True:
             draft.entries[("comm", "backend")] = Entry("gloo", entry.where)
-            draft.note(
-                entry,
-                'cpu_only is now comm.backend = "gloo"; on a machine with GPUs, also hide them: '
-                "CUDA_VISIBLE_DEVICES=''",
-            )
+            draft.put(("training", "device"), "cpu", entry)
+            text = 'cpu_only is now training.device = "cpu", with comm.backend = "gloo"'
+            draft.became(entry, text)
         elif entry is not None:
             draft.without_meaning(path, entry, "GPUs are used if there are any")
 
@@ -340,7 +362,7 @@ def _mixed_precision(draft: Draft, entries: Entries) -> None:
     entry = entries.get(path)
     if entry is not None and entry.value is False:
         draft.put(("training", "mixed_precision_param"), "float32", entry)
-        draft.note(entry, 'misc.uses_mixed_precision is now mixed_precision_param = "float32"')
+        draft.became(entry, 'misc.uses_mixed_precision is now mixed_precision_param = "float32"')
     elif entry is not None:
         reason = "training.mixed_precision_param sets the type"
         draft.without_meaning(path, entry, reason)
@@ -359,7 +381,7 @@ def _folder(draft: Draft, entries: Entries) -> None:
         folder = str(PurePosixPath(*parts))
         draft.put(("job", "dump_folder"), folder, source)
         draft.put(("checkpoint", "link_by_time"), True, source)
-        draft.note(
+        draft.became(
             source,
             f'checkpoint.directory and prefix are now job.dump_folder = "{folder}"; checkpoints '
             f"are also linked as {folder}.<time>[.preempt] (checkpoint.link_by_time)",
@@ -379,7 +401,7 @@ def _state_dict_type(draft: Draft, entry: Entry) -> None:
     else:
         draft.put(("checkpoint", "type"), "shard", entry)
         text = 'checkpoint.type = "shard"'
-    draft.note(entry, f"checkpoint.state_dict_type is now {text}")
+    draft.became(entry, f"checkpoint.state_dict_type is now {text}")
 
 
 SPECIAL: dict[str, Callable[[Draft, Entry], None]] = {

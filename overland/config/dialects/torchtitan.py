@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from overland.config.dialects import Draft, Translated
+from overland.config.dialects import Draft, Translated, is_one_of
 from overland.config.dialects.torchtitan_keys import (
     EXPERTS,
     IGNORED,
@@ -48,8 +48,8 @@ def translate_torchtitan(
             draft.rename(path, todays_key(path), entry.value, entry)
         elif dotted in REFUSED:
             harmless, reason = REFUSED[dotted]
-            if entry.value in harmless:
-                at_default = entry.value == harmless[0]
+            if is_one_of(entry.value, harmless):
+                at_default = is_one_of(entry.value, harmless[:1])
                 draft.without_meaning(path, entry, HARMLESS if at_default else SAME)
             else:
                 draft.refuse(path, entry, reason)
@@ -62,7 +62,7 @@ def translate_torchtitan(
             draft.refuse(path, entry, UNKNOWN)
     if old.get(WEIGHTS_IN_HF) is not None:
         _weights_from_assets(draft, old[WEIGHTS_IN_HF], {**below, **draft.entries, **above})
-    return draft.finish()
+    return draft.finish(f"{shown}: has keys of torchtitan")
 
 
 def todays_key(path: KeyPath) -> KeyPath:
@@ -92,7 +92,7 @@ def _flavor(draft: Draft, path: KeyPath, entry: Entry) -> None:
     backend = {"flex": "flex", "varlen": "auto"}[kind]
     draft.put(("model", "attention"), backend, entry)
     draft.put(("data", "document_mask"), True, entry)
-    draft.note(
+    draft.became(
         entry,
         f'model.flavor = "{entry.value}" is now model.flavor = "{size}" with model.attention = '
         f'"{backend}" and data.document_mask = true',
@@ -102,7 +102,7 @@ def _flavor(draft: Draft, path: KeyPath, entry: Entry) -> None:
 def _name(draft: Draft, path: KeyPath, entry: Entry) -> None:
     today = OLD_NAMES[entry.value]
     draft.entries[path] = Entry(today, entry.where, entry.section_where)
-    draft.note(entry, f'model.name = "{entry.value}" is now "{today}"')
+    draft.became(entry, f'model.name = "{entry.value}" is now "{today}"')
 
 
 def _converters(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -113,7 +113,7 @@ def _converters(draft: Draft, path: KeyPath, entry: Entry) -> None:
         if name in ("quantize.linear.float8", "float8"):
             _narrow(draft, f'"{name}" in model.converters', entry)
         elif "grouped_mm" in name:
-            draft.note(entry, f'"{name}" in model.converters is ignored: {EXPERTS}')
+            draft.became(entry, f'"{name}" in model.converters is ignored: {EXPERTS}')
         elif name.endswith("mx"):
             draft.refuse(path, entry, f'"{name}" is not supported: {MX}; {NO_CONVERTER}')
         else:
@@ -121,6 +121,8 @@ def _converters(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 
 def _float8(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    if not draft.expect_bool(path, entry):
+        return
     if entry.value:
         _narrow(draft, ".".join(path), entry)
     else:
@@ -129,9 +131,11 @@ def _float8(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 def _narrow(draft: Draft, asked: str, entry: Entry) -> None:
     if draft.put(FLOAT8, "tensorwise", entry):
-        draft.note(entry, f'{asked} is now training.float8 = "tensorwise"; the head is not float8')
+        draft.became(
+            entry, f'{asked} is now training.float8 = "tensorwise"; the head is not float8'
+        )
     else:
-        draft.note(entry, f"{asked} is ignored, since training.float8 is also set")
+        draft.became(entry, f"{asked} is ignored, since training.float8 is also set")
 
 
 def _norm_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -155,13 +159,15 @@ def _tokenizer_path(draft: Draft, path: KeyPath, entry: Entry) -> None:
         folder = folder.parent
     value = str(folder) if not entry.value.startswith("./") else f"./{folder}"
     if draft.put(ASSETS, value, entry):
-        draft.note(
+        draft.became(
             entry,
             f'model.tokenizer_path is now model.hf_assets_path = "{value}", the folder that holds '
             "the tokenizer",
         )
     else:
-        draft.note(entry, "model.tokenizer_path is ignored, since model.hf_assets_path is also set")
+        draft.became(
+            entry, "model.tokenizer_path is ignored, since model.hf_assets_path is also set"
+        )
 
 
 def _color(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -187,9 +193,12 @@ def _interval_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
     elif (interval := draft.entries.get(("checkpoint", "interval"))) is not None and str(
         entry.value
     ).startswith("second"):
-        seconds = draft.entries.pop(("checkpoint", "interval")).value
+        seconds = interval.value
+        if type(seconds) not in (int, float):
+            return  # validation refuses it
+        del draft.entries["checkpoint", "interval"]
         draft.put(("checkpoint", "interval_minutes"), seconds / 60, interval)
-        draft.note(entry, "checkpoint.interval in seconds is now checkpoint.interval_minutes")
+        draft.became(entry, "checkpoint.interval in seconds is now checkpoint.interval_minutes")
     else:
         draft.note(
             entry,
@@ -208,7 +217,7 @@ def _exclude_from_loading(draft: Draft, path: KeyPath, entry: Entry) -> None:
     if not left_out:
         draft.without_meaning(path, entry, HARMLESS)
     if "optimizer" in left_out and draft.put(("checkpoint", "skip_optimizer"), True, entry):
-        draft.note(
+        draft.became(
             entry, "optimizer in checkpoint.exclude_from_loading is now checkpoint.skip_optimizer"
         )
     others = [name for name in left_out if name != "optimizer"]
@@ -225,6 +234,8 @@ def _weights_in_hf(draft: Draft, path: KeyPath, entry: Entry) -> None:
 def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
     """With initial_load_in_hf and no path, torchtitan starts from the weights in hf_assets_path."""
     assets = known.get(ASSETS)
+    if not draft.expect_bool(WEIGHTS_IN_HF, asked):
+        return
     if asked.value is not True or INITIAL_WEIGHTS in known or MODEL_FROM in known:
         draft.without_meaning(WEIGHTS_IN_HF, asked, "the format of the weights is detected")
         return
@@ -234,7 +245,7 @@ def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
         return
     draft.put(INITIAL_WEIGHTS, assets.value, asked)
     text = "without initial_load_path is now checkpoint.initial_load_path"
-    draft.note(asked, f'checkpoint.initial_load_in_hf {text} = "{assets.value}"')
+    draft.became(asked, f'checkpoint.initial_load_in_hf {text} = "{assets.value}"')
 
 
 def _names(value: Any) -> list[str]:
