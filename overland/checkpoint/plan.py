@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
-from overland.checkpoint.format import header_of, name_of_part
+from overland.checkpoint.format import DTYPE_NAMES, DTYPES, header_of, name_of_part
 from overland.errors import CheckpointError
 from overland.world import exchange
-from overland.world.records import record
 
 # Most file systems let only one thread at a time write to a file, so a rank with much to write uses
 # several files (measured: 1.6 GB/s into one file, 2.2 into four).
@@ -52,7 +51,6 @@ class PackedTensor:
 State = Mapping[str, Tensor | PackedTensor]
 
 
-@record
 class Box(NamedTuple):
     """A part of a tensor that one rank writes. `whole` is the shape of the whole tensor."""
 
@@ -103,7 +101,7 @@ def plan_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
     process."""
     rank = dist.get_rank(group) if group else 0
     boxes = boxes_to_write(state)
-    boxes_of_ranks = gather(boxes, group)
+    boxes_of_ranks = gather_boxes(boxes, group)
     dropped_of_ranks = drop_copies(boxes_of_ranks)
     kept = without(boxes, scatter(dropped_of_ranks, group))
     kept_of_ranks = list(map(without, boxes_of_ranks, dropped_of_ranks))
@@ -160,7 +158,7 @@ def plan_local_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
     for name, value in state.items():
         shape = tuple(_shaped(value).shape)
         boxes.append(Box(name, value.dtype, shape, (0,) * len(shape), shape))
-    boxes_of_ranks = gather(boxes, group)
+    boxes_of_ranks = gather_boxes(boxes, group)
     return SavePlan(
         lay_out_files(boxes, rank), [lay_out_files(b, r) for r, b in enumerate(boxes_of_ranks)]
     )
@@ -204,6 +202,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def _shaped(value: Tensor | PackedTensor) -> Tensor:
     """Returns a tensor with the shape and placement of the value."""
     return value.like if isinstance(value, PackedTensor) else value
+
+
+def gather_boxes(boxes: Sequence[Box], group: dist.ProcessGroup | None) -> list[list[Box]]:
+    """Gathers as `gather` does. Boxes are sent as plain lists, which are read several times faster
+    than records: a thousand ranks have a million boxes."""
+    sent = [[box.name, DTYPE_NAMES[box.dtype], *map(list, box[2:])] for box in boxes]
+    return [
+        [Box(name, DTYPES[dtype], *map(tuple, place)) for name, dtype, *place in some]
+        for some in gather(sent, group)
+    ]
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:

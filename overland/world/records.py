@@ -60,8 +60,6 @@ def _tagged(value: Any) -> Any:
         return {"bytes": base64.b64encode(value).decode()}
     if kind is np.ndarray:
         return {"array": [value.dtype.str, _tagged(value.shape), _tagged(value.tobytes())]}
-    if kind.__module__ == "torch" and kind.__name__ == "dtype":
-        return {"dtype": str(value).removeprefix("torch.")}
     raise TypeError(f"ranks cannot send each other a {kind.__name__}: mark its class with @record")
 
 
@@ -81,14 +79,6 @@ def _array(content: list[Any]) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _dtype(name: str) -> Any:
-    import torch
-
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype), name
-    return found
-
-
 RECORDS: set[type] = set()
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
@@ -98,5 +88,4 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "path": Path,
     "bytes": base64.b64decode,
     "array": _array,
-    "dtype": _dtype,
 }
