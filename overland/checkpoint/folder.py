@@ -41,6 +41,11 @@ class CommittedCheckpoint:
         loss = self.about.get("validation_loss")
         return math.inf if loss is None else float(loss)
 
+    @property
+    def validated_on(self) -> str:
+        """A mark of the sequences that the validation loss was measured on."""
+        return str(self.about.get("validated_on"))
+
 
 def broken(path: Path) -> Path:
     """Returns the name of a checkpoint whose state is not finite."""
@@ -117,8 +122,10 @@ def superfluous(
     kept += found[-settings.keep_latest_k :]
     if settings.keep_every:
         kept += [one for one in found if one.step % settings.keep_every == 0]
-    judged = [one for one in found if one.validation_loss < math.inf]
-    kept += sorted(judged, key=lambda one: one.validation_loss)[: settings.keep_best]
+    judged = sorted(found, key=lambda one: one.validation_loss)
+    for mark in {one.validated_on for one in found}:  # losses on different sets do not compare
+        those = [one for one in judged if one.validated_on == mark]
+        kept += [one for one in those if one.validation_loss < math.inf][: settings.keep_best]
     return [one for one in found if one not in kept]
 
 

@@ -179,11 +179,12 @@ class Store:
         state: State,
         run: Mapping[str, Any],
         preempt: bool = False,
-        validation_loss: float | None = None,
+        measured: tuple[float, str] | None = None,
         tested: Collection[str] | None = None,
     ) -> None:
-        """Starts a save; `poll` or `finish` returns its outcome. `tested` names the tensors that
-        must be finite; by default, all of them."""
+        """Starts a save; `poll` or `finish` returns its outcome. `measured` is the validation loss,
+        and a mark of what it was measured on. `tested` names the tensors that must be finite; by
+        default, all of them."""
         started = time.monotonic()
         if self._plan is None:
             self.prepare(state)
@@ -195,7 +196,8 @@ class Store:
         about = {
             "step": step,
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
-            "validation_loss": validation_loss,
+            "validation_loss": None if measured is None else measured[0],
+            **({} if measured is None else {"validated_on": measured[1]}),
         }
         name = checkpoint_name(step, preempt)
         arguments = (self._plan, name, dict(run), about, started)

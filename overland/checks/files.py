@@ -11,6 +11,7 @@ from pathlib import Path
 
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, load_config, recipe_for, recipe_path
+from overland.config.schema import Validation, ValidationSet
 from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, METRICS, README, WRITTEN_BY
 from overland.words import any_of, command, control_character, nearest_name, number_of
 
@@ -204,10 +205,13 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
             key = "validation.sets"
             yield Problem(message, loaded.where(key), key, kind="note")
         return
-    if validation.steps == 0:
-        key = "validation.steps"
-        message = "expected -1 (the whole set) or a positive whole number"
-        yield Problem(message, loaded.where(key), key, validation.steps)
+    if not loaded.is_set("validation.enable"):
+        message = (
+            "validation is on, because data.holdout is set (validation.enable = false only holds "
+            "out)"
+        )
+        yield Problem(message, loaded.where("data.holdout"), kind="note")
+    yield from _read_at_all(loaded, "validation", validation)
     yield from _validation_sets(loaded)
     if validation.dataset_path is not None:
         if not _is_data(validation.dataset_path) and not _may_be_random(loaded):
@@ -228,6 +232,16 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(note, loaded.where("validation.dataset"), kind="note")
 
 
+def _read_at_all(loaded: Loaded, table: str, one: Validation | ValidationSet) -> Iterator[Problem]:
+    for name, value in (("sequences", one.sequences), ("steps", one.steps)):
+        if value == 0:
+            message, key = (
+                "expected -1 (the whole set) or a positive whole number",
+                f"{table}.{name}",
+            )
+            yield Problem(message, loaded.where(key), key, value)
+
+
 def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
     for name, one in loaded.config.validation.sets.items():
         key = f"validation.sets.{name}"
@@ -241,9 +255,11 @@ def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
             yield _missing(loaded, f"{key}.path", one.path)
         elif one.path is None:
             yield from _dataset(loaded, key, one.dataset or name, f"{key}.path")
-        if one.steps == 0:
-            message = "expected -1 (the whole set) or a positive whole number"
-            yield Problem(message, loaded.where(f"{key}.steps"), f"{key}.steps", one.steps)
+        yield from _read_at_all(loaded, key, one)
+        if one.sequences is not None and one.steps is not None:
+            message = f"{key}.steps is set too: remove one of them"
+            where = loaded.where(f"{key}.sequences")
+            yield Problem(message, where, f"{key}.sequences", one.sequences)
         training, key = loaded.config.training, f"{key}.freq"
         if one.freq is not None and training.epochs is None and one.freq > training.steps:
             message = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from overland.run_folder import NO_DESCRIPTION
 
@@ -31,6 +31,7 @@ PathText = Annotated[str, HOLDS_A_PATH]  # may hold variables and ~: see variabl
 IN_PLACE_OF = {
     "training.epochs": "training.steps",
     "lr_scheduler.warmup_ratio": "lr_scheduler.warmup_steps",
+    "validation.sequences": "validation.steps",
 }
 """Keys that set the same thing in different units: only one of the two may be set."""
 
@@ -421,15 +422,19 @@ class ValidationSet(Section):
     """Split of a dataset folder; default: validation, or else test."""
     freq: PositiveInt | None = None
     """Validate on it every this many steps; default: validation.freq."""
+    sequences: Annotated[int, Field(ge=-1)] | None = None
+    """Sequences per validation, from the beginning of the set; -1: the whole set; default:
+    validation.sequences."""
     steps: Annotated[int, Field(ge=-1)] | None = None
-    """Batches per validation; -1: the whole set; default: validation.steps."""
+    """The same in batches, as validation.steps counts them."""
 
 
 class Validation(Section):
     """Loss on held-out data during training."""
 
-    enable: bool = False
-    """Validate every `freq` steps and after the last step."""
+    enable: bool | None = None
+    """Validate every `freq` steps and after the last step; default: true if data.holdout keeps
+    documents out of training, otherwise false."""
     dataset: str | list[str] | None = None
     """One or more validation sets, by name; default: the documents that data.holdout keeps out of
     training; without that and without validation.sets, stdlib_heldout."""
@@ -444,15 +449,20 @@ class Validation(Section):
     """Split of a dataset folder; default: validation, or else test."""
     sets: dict[str, ValidationSet] = {}
     """Additional sets, each a table with a path and, to validate on it more or less often, its own
-    freq and steps. Only sets without their own freq decide which checkpoint is best."""
+    freq and sequences. Only sets without their own freq decide which checkpoint is best."""
     allow_training_data: bool = False
     """Allow validation on files that are also trained on."""
     freq: PositiveInt = 100
     """Validate every this many steps."""
-    steps: Annotated[int, Field(ge=-1)] = 10
-    """Batches per set and validation; -1: the whole set."""
+    sequences: Annotated[int, Field(ge=-1)] | None = None
+    """Sequences per set and validation, from the beginning of the set, whatever the batch size and
+    the number of ranks; -1: the whole set; default: 128. For arrays: samples."""
+    steps: Annotated[int, Field(ge=-1)] | None = None
+    """Instead of validation.sequences: batches per set and validation, each of the global batch
+    size that the run begins with; -1: the whole set."""
     local_batch_size: PositiveInt | None = None
-    """Sequences per device in one batch; default: training.local_batch_size."""
+    """Sequences per device in one pass, which does not change what is measured; default:
+    training.local_batch_size."""
     seq_len: PositiveInt | None = None
     """Tokens per sequence; default: training.seq_len."""
 
@@ -722,3 +732,9 @@ class JobConfig(BaseModel):
     comm: Comm = Comm()
     health: Health = Health()
     debug: Debug = Debug()
+
+    @model_validator(mode="after")
+    def _validates_what_is_held_out(self) -> JobConfig:
+        if self.data.holdout and self.validation.enable is None:
+            self.validation = self.validation.model_copy(update={"enable": True})
+        return self

@@ -129,18 +129,26 @@ class Sampler:
             sample[mine], epoch[mine] = lane.read_samples(places[mine], mine, self.arrays, into)
         return Samples(into, sample, epoch)
 
-    def num_batches(self, epochs: float = 1.0, at_most: int = -1, drop: bool = False) -> int:
-        """Counts the batches in this many epochs of the only source, up to `at_most`. The last one
-        may be incomplete; `drop` leaves it out. Random tokens never end."""
+    def num_batches(self, epochs: float = 1.0, drop: bool = False) -> int:
+        """Counts the batches in this many epochs of the only source. The last one may be
+        incomplete; `drop` leaves it out. Of random tokens, which never end, there is one."""
+        segment = self.plan.segments[-1]
+        size = segment.global_batch_size
+        rows = self.rows_left(epochs, 0)
+        if rows is None:
+            return 1
+        return segment.first_batch + (rows // size if drop else -(-rows // size))
+
+    def rows_left(self, epochs: float = 1.0, at_most: int = 0) -> int | None:
+        """Counts the rows of the last segment in this many epochs of the only source, up to
+        `at_most`, if that is positive. Random tokens never end: None."""
         lanes = self.lanes(self.plan.segments[-1].first_batch)
         number, lane = self._only_lane(lanes)
         if lane is None or isinstance(lane, RandomBlocks):
-            return max(at_most, 1)
-        first, size = lanes.segment.first_batch, lanes.segment.global_batch_size
+            return None
         before = int(lanes.read_before[number])
-        enough = before + at_most * size if at_most > 0 else sys.maxsize
-        rows = max(0, lane.num_blocks_in(epochs, enough) - before)
-        return first + (rows // size if drop else -(-rows // size))
+        enough = before + at_most if at_most > 0 else sys.maxsize
+        return max(0, lane.num_blocks_in(epochs, enough) - before)
 
     def num_rows(self, batch: int) -> int:
         """Returns the number of rows of a batch before the end of its segment's epochs: all of

@@ -70,6 +70,7 @@ from overland.training.sessions import SessionFile
 from overland.training.sparsity import Sparsity
 from overland.training.state import Progress, learned_names, run_facts, saved_state, set_seeds
 from overland.training.step import InnerState
+from overland.training.validate import about_sets
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Phase
 
@@ -124,7 +125,10 @@ class Run:
         """Starts a save; the store reports its outcome when it is done."""
         step, facts = self.progress.step, run_facts(self)
         tested = learned_names(self)
-        self.store.save(step, saved_state(self), facts, preempt, validation_loss, tested)
+        measured = None
+        if validation_loss is not None:
+            measured = (validation_loss, self.progress.validated_on)
+        self.store.save(step, saved_state(self), facts, preempt, measured, tested)
         self.saved_step = step
 
 
@@ -232,6 +236,8 @@ def build_run(
     counting = "counting the rows in an epoch" if config.training.epochs is not None else ""
     beat.enter(Phase.BUILDING, doing=counting)
     config = run.config = with_steps(config, run.dataset, place)
+    for line in about_sets(run):
+        report(line)
     if note := changed_rate(run.progress.step, run.resumed_config, config):
         report(f"note: {note}")
     if splits(mesh, config):

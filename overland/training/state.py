@@ -69,6 +69,8 @@ class Progress:
     tokens: int = 0
     """For samples that are arrays: the number of samples."""
     best_validation_loss: float = math.inf
+    validated_on: str = ""
+    """A mark of the sequences that the best validation loss was measured on."""
 
     def advance(self, tokens: int) -> None:
         """Counts a step."""

@@ -156,7 +156,7 @@ def test_what_is_kept(tmp_path: Path, settings: dict[str, Any], kept: list[int])
     losses = {3: 0.5, 7: 0.7}
     store = Store(tmp_path, Settings.model_validate(settings))
     for step in range(1, 11):
-        store.save(step, {"x": torch.ones(3)}, {}, validation_loss=losses.get(step, 2.0 + step))
+        store.save(step, {"x": torch.ones(3)}, {}, measured=(losses.get(step, 2.0 + step), ""))
     assert not any(outcome.error for outcome in store.finish())
     assert [found.step for found in list_checkpoints(tmp_path)] == kept
     assert sorted(tmp_path.glob(".step*")) == []

@@ -54,7 +54,7 @@ def test_an_epoch_ends_inside_its_last_batch(corpora: dict[str, Corpus], packing
     endless = rows_of(one_segment(corpora, {"a": 1.0}, **how), corpora)
     assert endless.num_batches(2.0) == batches
     assert endless.num_batches(2.0, drop=True) == total // 7
-    assert endless.num_batches(2.0, at_most=3) == 3
+    assert endless.rows_left(2.0, at_most=3) == 3
 
 
 def test_parts_of_epochs_are_rounded_up_to_rows(corpora: dict[str, Corpus]) -> None:

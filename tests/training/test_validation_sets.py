@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from overland.checkpoint.folder import list_checkpoints
 from overland.config.schema import JobConfig
 from overland.data.leakage import check_held_out
 from overland.errors import DataError
 from overland.tools.proofs.pool import RankPool
 from overland.training.console import validation_line
+from overland.training.loop import train
+from overland.training.run import build_run
+from overland.training.validate import about_sets
 from overland.world import World
-from tests.jobs import run_job, tiny_job
+from tests.jobs import Recorder, run_job, tiny_job
 
 SETS = {
     "poems": {"freq": 2, "steps": 1},
@@ -32,7 +37,7 @@ def texts(tmp_path: Path) -> dict[str, str]:
         "trained": "a rose is a rose, it was a night to be red or blue in the dark\n",
     }
     for name, text in found.items():
-        (tmp_path / f"{name}.txt").write_text(text * 120)
+        (tmp_path / f"{name}.txt").write_text("".join(f"{n} {text}" for n in range(120)))
     return {name: str(tmp_path / f"{name}.txt") for name in found}
 
 
@@ -104,12 +109,79 @@ def test_a_resumed_run_validates_with_the_same_bits_and_two_ranks_alike(
     assert records[3].items() <= first[0][1].items()
     assert [*first[1], *second[1]] == whole[1]
     two = ranks.run(2, story, of("two", 6, rows=4))[0]
-    # Of two ranks a batch has twice the rows, so sets of which only some are read differ.
     for one, other in zip(two[0], whole[0], strict=True):
-        if "validation/prose/loss" in one:
-            assert one["validation/prose/loss"] == pytest.approx(
-                other["validation/prose/loss"], rel=1e-12
-            )
+        assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_a_set_is_the_same_sequences_whatever_reads_it(
+    ranks: RankPool, tmp_path: Path, texts: dict[str, str]
+) -> None:
+    """Any number of ranks, rows per pass and accumulation: only full batches were read once."""
+
+    def of(num_ranks: int, rows: int, batch: int = 6, **more: Any) -> dict[str, float]:
+        sets = {name: {"path": texts[name]} for name in ("poems", "plays", "prose")}
+        sets["plays"]["sequences"] = 5
+        sets["prose"]["steps"] = 1
+        config = job(
+            tmp_path / f"{num_ranks}-{rows}-{batch}-{len(more)}", texts,
+            training={"steps": 1, "seq_len": 32, "global_batch_size": batch,
+                      "local_batch_size": batch // num_ranks},
+            validation={"enable": True, "local_batch_size": rows, "sequences": 7, "sets": sets},
+            checkpoint={"enable": False},
+            **more,
+        )  # fmt: skip
+        validations, _ = ranks.run(num_ranks, story, config)[0]
+        return validations[-1]
+
+    whole = of(1, 100)
+    for num_ranks, rows in ((1, 4), (2, 1), (2, 3), (3, 2)):
+        assert of(num_ranks, rows) == pytest.approx(whole, rel=1e-12)
+    half = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 1}
+    assert of(2, 3, parallelism=half) == pytest.approx(whole, rel=1e-12)
+
+
+def test_a_changed_batch_size_does_not_change_the_set(
+    ranks: RankPool, tmp_path: Path, texts: dict[str, str]
+) -> None:
+    def of(last: int, rows: int, **validation: Any) -> tuple[list[dict[str, float]], list[str]]:
+        config = job(
+            tmp_path / "run", texts,
+            training={"steps": last, "local_batch_size": rows, "global_batch_size": rows},
+            validation={"enable": True, "freq": 1, "sets": {"prose": {"path": texts["prose"]}},
+                        **validation},
+            checkpoint={"enable": True, "interval": 1, "keep_best": 1, "keep_latest_k": 2},
+            optimizer={"lr": 0.0},
+        )  # fmt: skip
+        return ranks.run(1, heard, config)[0]
+
+    before, said = of(1, 6, steps=1)
+    assert any("the first 6 sequences of prose" in one for one in said)
+    after, said = of(2, 2, steps=1)
+    assert any("the first 6 sequences of prose" in one for one in said)
+    assert not any("chosen anew" in one for one in said)
+    assert after[0]["validation_loss"] == pytest.approx(before[0]["validation_loss"], rel=1e-12)
+    other, said = of(6, 2, sequences=5)
+    assert any("chosen anew" in one for one in said)
+    assert other[0]["validation_loss"] != pytest.approx(before[0]["validation_loss"], rel=1e-6)
+    # The best of each set of sequences, and the newest two.
+    kept = [one.step for one in list_checkpoints(tmp_path / "run" / "checkpoint")]
+    assert kept in ([1, 3, 5, 6], [2, 3, 5, 6])
+
+
+def heard(world: World, config: JobConfig) -> tuple[list[dict[str, float]], list[str]]:
+    """What was validated, and what was said."""
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    recorder = Recorder(run)
+    run.callbacks.append(recorder)
+    train(run)
+    return recorder.validations, [*about_sets(run), *recorder.messages]
+
+
+def test_what_is_held_out_is_validated_on_unless_told_otherwise() -> None:
+    assert JobConfig.model_validate({"data": {"holdout": 0.1}}).validation.enable
+    held = {"data": {"holdout": 0.1}, "validation": {"enable": False}}
+    assert not JobConfig.model_validate(held).validation.enable
+    assert not JobConfig().validation.enable
 
 
 def test_sets_stand_beside_the_others_and_no_name_comes_twice(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -189,7 +189,12 @@ def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Re
             f"--prefix {asked.prefix} has no effect on {one.name}, which has token ids: they are "
             "scored as they are"
         )
-    key = [weights, one.fingerprint(marks), found.tokenizer.fingerprint, asdict(settings)]
+    key: list[Any] = [
+        weights,
+        one.fingerprint(marks),
+        found.tokenizer.fingerprint,
+        asdict(settings),
+    ]
     key += [JOINED] if settings.joined else []
     kept = Kept(asked.place(found), KIND, one.name, key, session.report)
     before, done = session.once(partial(_kept_before, kept, asked.again, session.report))

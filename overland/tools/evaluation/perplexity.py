@@ -177,7 +177,7 @@ def _batches(
         keep(found[-1])
 
 
-def require_some(sums: Sums, name: str, may_prefix: bool) -> None:
+def require_some(sums: Sums, name: str, may_prefix: bool = False) -> None:
     """Raises an error if no token was scored. `may_prefix`: whether a prefix would change that."""
     if not sums.tokens:
         what = f"{sums.documents:,} documents" if sums.documents else "no documents"
