@@ -98,6 +98,12 @@ class CheckpointError(OverlandError):
     kind = Kind.TRAINING
 
 
+class MismatchError(CheckpointError):
+    """An intact checkpoint of another model or of other settings, as older ones of the run are."""
+
+    kind = Kind.CONFIG
+
+
 class NotSavedError(CheckpointError):
     """The last save of a session failed, so progress since the previous save is lost."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.errors import CheckpointError
+from overland.errors import CheckpointError, MismatchError
 
 LEFT_OUT = "left_out"  # key in the run's facts in the index
 READ_BYTES = 1 << 24
@@ -63,11 +63,24 @@ class Origin:
             if not problem:
                 return folder
             problems.append(problem)
-        raise CheckpointError(
+        raise MismatchError(
             f"this checkpoint leaves out {len(self.names):,} frozen tensors that were loaded from "
             f"{self.folder}, and they are no longer there: {problems[0]}. Restore them, or set "
             "checkpoint.initial_load_path to where they are now"
         )
+
+    def check_given(self, given: Path) -> None:
+        """Raises if a run that names another folder than the original one would train on other
+        weights; the same weights may lie anywhere."""
+        if given.resolve() == self.folder.resolve() or not given.exists():
+            return
+        if problem := self._difference(given, look_only=False):
+            raise MismatchError(
+                f"the frozen weights of this run are those of {self.folder}, and model.from or "
+                f"checkpoint.initial_load_path names others ({problem}): set it back, or start a "
+                "new run; to train these adapters on another model, `overland convert` them with "
+                "`--to peft`, and name them in lora.adapter of a new run"
+            )
 
     def _difference(self, folder: Path, look_only: bool) -> str:
         """Returns how the folder differs; an empty string if it has exactly these files."""

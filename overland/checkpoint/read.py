@@ -38,7 +38,7 @@ from overland.checkpoint.format import (
     parse_marker,
 )
 from overland.checkpoint.plan import broadcast, local_name, local_tensor
-from overland.errors import CheckpointError
+from overland.errors import CheckpointError, MismatchError
 from overland.files import Moved, ignore
 from overland.run_folder import CHECKPOINT, COMMITTED
 
@@ -254,13 +254,13 @@ def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
 def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
     missing = [name for name in state if name not in checkpoint.tensors]
     if missing:
-        raise CheckpointError(without(checkpoint.path, missing, "run"))
+        raise MismatchError(without(checkpoint.path, missing, "run"))
     with torch.no_grad(), ThreadPoolExecutor(NUM_THREADS, "checkpoint-read") as pool:
         jobs = []
         for name, tensor in state.items():
             saved, shard = checkpoint.tensors[name].shape, local_tensor(tensor)
             if saved != tuple(tensor.shape):
-                raise CheckpointError(
+                raise MismatchError(
                     f"{checkpoint.path} has {name} with shape {list(saved)}, but this run needs "
                     f"{list(tensor.shape)}"
                 )
@@ -288,7 +288,7 @@ def refuse_unused(path: Path, saved: Iterable[str], taken: Collection[str]) -> N
     unused = [name for name in saved if name.startswith("model.") and name not in taken]
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        raise CheckpointError(
+        raise MismatchError(
             f"{path} has {unused[0]}{more}, which the model in this config does not have: resume "
             "with the model that was saved, or start a new run from its weights "
             "(checkpoint.initial_load_path)"
@@ -300,7 +300,7 @@ def fill_local(
 ) -> None:
     """Loads what a local save wrote: this rank's own tensors, which require the same layout."""
     if checkpoint.index.world_size != world_size:
-        raise CheckpointError(
+        raise MismatchError(
             f"{checkpoint.path} was saved with checkpoint.type = local by "
             f"{checkpoint.index.world_size} ranks, but this run has {world_size}: it can only be "
             f"read in the same layout; run on {checkpoint.index.world_size} ranks again"

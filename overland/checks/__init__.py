@@ -66,6 +66,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     ),
     (files.check_paths, ("model.config", "model.hf_assets_path", "data.datasets")),
     (files.check_place, ("job.dump_folder", "checkpoint")),
+    (files.check_allowed_changes, ("checkpoint.allow_changes",)),
     (files.check_saves, ("job.dump_folder", "checkpoint")),
     (files.check_folder, ("job.dump_folder", "model", "training", "data")),
     (files.check_checkpoints, ("checkpoint.resume", "checkpoint.initial_load_path")),

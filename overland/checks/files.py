@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from overland.config.changes import rule_of
 from overland.config.errors import ConfigError, Problem
+from overland.config.fields import all_keys
 from overland.config.load import Loaded, load_config, recipe_for, recipe_path
 from overland.config.schema import Validation, ValidationSet
 from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, METRICS, README, WRITTEN_BY
@@ -67,6 +69,23 @@ def check_checkpoints(loaded: Loaded) -> Iterator[Problem]:
         near = nearest_name(checkpoint.resume, ["auto", "none"])
         message = 'expected "auto", "none" or the path of an existing checkpoint'
         yield Problem(message, loaded.where(key), key, checkpoint.resume, near and f'"{near}"')
+
+
+def check_allowed_changes(loaded: Loaded) -> Iterator[Problem]:
+    """Checks that each key in checkpoint.allow_changes exists, and needs the permission."""
+    key = "checkpoint.allow_changes"
+    for name in loaded.config.checkpoint.allow_changes:
+        found = ".".join(name.split(".")[:2])
+        if found not in all_keys():
+            near = nearest_name(name, all_keys())
+            yield Problem("no such key", loaded.where(key), key, name, near and f'"{near}"')
+        elif (rule := rule_of(found)) != "refused":
+            message = (
+                "decides which data is read, and in which order, so it cannot change in a run"
+                if rule == "fixed"
+                else "may change without permission; remove it"
+            )
+            yield Problem(message, loaded.where(key), key, name)
 
 
 # Keys that identify a run. Others, such as the learning rate or the number of steps, may change

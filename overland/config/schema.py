@@ -368,6 +368,9 @@ class Checkpoint(Section):
     resume: PathText = "auto"
     """auto: resume from the newest checkpoint in the run folder, if any; none: start again in a new
     folder; or the path of a checkpoint."""
+    allow_changes: list[str] = []
+    """Keys that may differ from those that a checkpoint was trained with, e.g. ["lora.alpha"].
+    Without this, a resume refuses a change that would train something else."""
     skip_optimizer: bool = False
     """Resume the weights and the position in the data, but with a fresh optimizer."""
     initial_load_path: PathText | None = None

@@ -69,7 +69,7 @@ from overland.data.tokenizer_choice import (
     open_tokenizer,
     trained_path,
 )
-from overland.errors import CheckpointError, DataError, ModelError
+from overland.errors import CheckpointError, DataError, MismatchError, ModelError
 from overland.models.flops import SampleFields, casts_samples, sample_fields
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.new_rows import vocabulary_matrices
@@ -83,7 +83,7 @@ from overland.parallel.sharding import named_buffers, named_parameters
 from overland.run_folder import RunFolder
 from overland.training.readme import model_name
 from overland.training.resume import policy_of_the_resumed
-from overland.training.state import check_same_optimizer
+from overland.training.state import check_changes, check_same_optimizer
 from overland.training.vocabulary import new_rows_of
 from overland.words import any_of, counted_words
 
@@ -383,12 +383,15 @@ def require_place(folder: Path) -> None:
 def try_newest(checkpoints: list[Path], config: JobConfig, tokenizer: Tokenizer | None) -> None:
     """Tries the newest checkpoint, as a run does: one that cannot be read is skipped for an older
     one."""
+    problems: list[CheckpointError] = []
     for path in reversed(checkpoints):
         try:
             return try_checkpoint(path, config, tokenizer)
-        except CheckpointError:
-            if path == checkpoints[0]:
-                raise
+        except MismatchError:  # older ones do not fit either
+            raise
+        except CheckpointError as error:
+            problems.append(error)
+    raise problems[0]
 
 
 def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -> None:
@@ -401,6 +404,7 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
         compare(path, {**needs, **kept}, has)
         return
     with open_checkpoint(path) as checkpoint:
+        check_changes(path, checkpoint.run, config, model_config(config.model))
         model = model_of(config)
         kept = {} if config.checkpoint.skip_optimizer else state_shapes(model, config)
         if not config.checkpoint.skip_optimizer:
@@ -411,7 +415,10 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
             needs = {MODEL + name: shape for name, shape in shapes_of(model).items()}
             if (origin := Origin.from_json(checkpoint.run)) is not None:
                 given = config.checkpoint.initial_load_path
-                origin.find([Path(given).expanduser()] if given is not None else [], look_only=True)
+                also = [Path(given).expanduser()] if given is not None else []
+                for one in also:
+                    origin.check_given(one)
+                origin.find(also, look_only=True)
                 left_out = {MODEL + name for name in origin.names}
                 needs = {name: shape for name, shape in needs.items() if name not in left_out}
             compare(path, {**needs, **kept}, has)
@@ -481,9 +488,9 @@ def state_shapes(model: nn.Module, config: JobConfig) -> Shapes:
 def compare(path: Path, needs: Shapes, has: Shapes) -> None:
     for name, shape in needs.items():
         if name not in has:
-            raise CheckpointError(without(path, [n for n in needs if n not in has], "model"))
+            raise MismatchError(without(path, [n for n in needs if n not in has], "model"))
         if has[name] != shape:
-            raise CheckpointError(
+            raise MismatchError(
                 f"{path} has {name} with shape {list(has[name])}, but this model needs "
                 f"{list(shape)}"
             )

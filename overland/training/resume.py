@@ -22,7 +22,7 @@ from overland.config.adapter import ADAPTER_CONFIG
 from overland.config.schema import Checkpoint
 from overland.data.tokenizer import UNKNOWN, Policy
 from overland.data.tokenizer_choice import kept_policy
-from overland.errors import CheckpointError, ModelError
+from overland.errors import CheckpointError, MismatchError, ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf, weight_files
 from overland.models.new_rows import vocabulary_matrices
 from overland.models.nf4 import narrow_matrices
@@ -51,10 +51,13 @@ def start_from(run: Run, report: Report) -> None:
         path = Path(settings.resume).expanduser().resolve()  # it may be a link named by time
         path = from_first_rank(newest_in(path) if run.world.is_first else path)
         made = adopted(run, path, report)
-        if problem := try_to_restore(run, made, report):
+        try:
+            if problem := try_to_restore(run, made, report):
+                raise CheckpointError(problem)
+        except CheckpointError:
             if made != path and run.world.is_first:  # nobody can resume it
                 run.store.disk.remove_folder(made)
-            raise CheckpointError(problem)
+            raise
         put_later_ones_aside(run, report)
         return
     if settings.enable and settings.resume == "auto" and resume_newest(run, report):
@@ -288,7 +291,7 @@ def resume_newest(run: Run, report: Report) -> bool:
             report(f"note: {path} was never committed, so it is not a checkpoint")
     names = from_first_rank(names)
     for name in reversed(names):
-        problem = try_to_restore(run, Path(name), report)
+        problem = try_to_restore(run, Path(name), report)  # raises if no other one would fit
         if not problem:
             put_later_ones_aside(run, report)
             return True
@@ -303,18 +306,22 @@ def resume_newest(run: Run, report: Report) -> bool:
 
 def try_to_restore(run: Run, path: Path, report: Report) -> str:
     """Restores the checkpoint. Returns an empty string if every rank could, otherwise the problem
-    of the first rank that could not."""
-    notes, problem = [], ""
+    of the first rank that could not. Raises if the checkpoint is intact and does not fit the run:
+    older ones do not fit either."""
+    notes, problem, is_final = [], "", False
     run.beat.pulse.begin()
     try:
         notes = restore(run, path, run.config.checkpoint.skip_optimizer)
     except (CheckpointError, OSError) as error:
-        problem = str(error)
+        problem, is_final = str(error), isinstance(error, MismatchError)
     except (KeyError, TypeError, ValueError) as error:  # made by hand, for example
         problem = f"{path} is not a checkpoint that a run has saved: {type(error).__name__} {error}"
     run.beat.pulse.wait()
     problem = first_problem(problem)
+    is_final = any(all_of(is_final))
     run.beat.pulse.end()
+    if is_final:
+        raise MismatchError(problem)
     if not problem:
         own = [run.store.folder, *([run.folder.fallback] if run.folder.fallback else [])]
         run.resumed_own = path.parent.resolve() in [folder.resolve() for folder in own]

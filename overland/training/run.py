@@ -325,7 +325,8 @@ def describe_run(run: Run, asked: JobConfig) -> None:
     """Writes the files that describe a run folder: config, README, tokenizer, the model's
     config.json."""
     # These apply once: they must not apply again when this config resumes the run.
-    again = asked.checkpoint.model_copy(update={"resume": "auto", "skip_optimizer": False})
+    once: dict[str, Any] = {"resume": "auto", "skip_optimizer": False, "allow_changes": []}
+    again = asked.checkpoint.model_copy(update=once)
     config = asked.model_copy(update={"checkpoint": again})
     write_config(config, run.folder.config, full=True)
     write_readme(run.config, run.world, run.mesh.degrees, run.model_config, run.folder)

@@ -33,9 +33,10 @@ from overland.checkpoint.read import (
     refuse_unused,
 )
 from overland.checkpoint.snapshot import LargestValues, tensors_in_words
-from overland.config.schema import Debug, Optimizer
+from overland.config.changes import Change, is_allowed, noted_changes, refusal, refused_changes
+from overland.config.schema import Debug, JobConfig, Optimizer
 from overland.data.plan import Plan, differences, former_names
-from overland.errors import CheckpointError
+from overland.errors import CheckpointError, MismatchError
 from overland.models.hf import load_hf
 from overland.models.registry import lacks_hf_form, own_model_name
 from overland.optimizers.optimizer import PREFIX
@@ -47,16 +48,6 @@ from overland.training.vocabulary import new_rows_of
 
 if TYPE_CHECKING:
     from overland.training.run import Run
-
-# These are expected to change when a run is resumed on other hardware, or for longer. Batch size
-# and length are part of the data plan, which reports their changes.
-EXPECTED_CHANGES = {
-    ("training", "steps"),
-    ("training", "epochs"),
-    ("training", "local_batch_size"),
-    ("training", "global_batch_size"),
-    ("training", "seq_len"),
-}
 
 
 @dataclass
@@ -170,6 +161,7 @@ def position_in_epoch(run: Run) -> dict[str, int] | None:
 def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
     """Restores the run from a checkpoint; returns notes for the user."""
     with open_together(path, run.store.group, run.beat.pulse.moved) as checkpoint:
+        allowed = check_changes(path, checkpoint.run, run.config, run.model_config)
         with run.optimizer.whole():
             notes = load_tensors(run, checkpoint, skip_optimizer)
             check_finite(run, path, skip_optimizer)
@@ -181,7 +173,28 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
         if run.guard is not None:
             run.guard.restore(facts.get("spike_guard") or [])
         _restore_random(run, checkpoint)
-        return [*notes, *_find_place_in_data(run, facts), *changes(run, facts)]
+        changed = [*allowed, *noted_changes(run.resumed_config, run.config.model_dump(mode="json"))]
+        notes += [f"{one} when the checkpoint was saved" for one in changed]
+        return [*notes, *_find_place_in_data(run, facts)]
+
+
+def check_changes(
+    path: Path, facts: Mapping[str, Any], config: JobConfig, architecture: Any
+) -> list[Change]:
+    """Raises if the config would train another function than the checkpoint holds; returns the
+    changes that `checkpoint.allow_changes` allows."""
+    ours = None if lacks_hf_form(architecture) else architecture.to_hf()
+    found = refused_changes(
+        facts.get("config") or {},
+        config.model_dump(mode="json"),
+        (facts.get("model_config"), ours),
+        skip_optimizer=config.checkpoint.skip_optimizer,
+        base_is_known=bool(facts.get(LEFT_OUT)),
+    )
+    allowed = config.checkpoint.allow_changes
+    if refused := [one for one in found if not is_allowed(one, allowed)]:
+        raise MismatchError(refusal(path, refused))
+    return found
 
 
 def check_same_start(run: Run, facts: Mapping[str, Any], path: Path) -> None:
@@ -190,7 +203,7 @@ def check_same_start(run: Run, facts: Mapping[str, Any], path: Path) -> None:
     saved = facts.get("start_marks") or {}
     for name, mark in saved.items():
         if run.start_marks and run.start_marks.get(name) != tuple(mark):
-            raise CheckpointError(
+            raise MismatchError(
                 f"{path} was trained with a reference whose {name} has changed since: restore the "
                 "original file (see model.from and lora.adapter), or start a new run with "
                 "--resume none"
@@ -225,7 +238,7 @@ def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -
     if local:
         same_size = checkpoint.index.world_size == run.world.size
         if same_size and checkpoint.run.get("layout") != asdict(run.mesh.degrees):
-            raise CheckpointError(
+            raise MismatchError(
                 f"{checkpoint.path} was saved with checkpoint.type = local in another layout: it "
                 f"can only be read by the same number of ranks in the same layout"
             )
@@ -251,12 +264,14 @@ def load_left_out(run: Run, origin: Origin) -> None:
     folder, problem = origin.folder, ""
     if run.world.is_first:
         try:
+            for one in also:
+                origin.check_given(one)
             folder = origin.find(also)
         except CheckpointError as error:
             problem = str(error)
     folder, problem = from_first_rank((folder, problem))
     if problem:
-        raise CheckpointError(problem)
+        raise MismatchError(problem)
     for part in run.model.parts:
         load_hf(part, folder, local_part, strict=False, moved=run.beat.pulse.moved,
                 only=origin.names, new_rows=new_rows_of(run.config))  # fmt: skip
@@ -272,12 +287,12 @@ def check_same_optimizer(
     saved = (checkpoint.run.get("config") or {}).get("optimizer") or {}
     before, after = saved.get("name"), settings.name
     if before is None and (found := _of_another(checkpoint, wanted)) is not None:
-        raise CheckpointError(
+        raise MismatchError(
             f"{checkpoint.path} holds {found}, which {after} does not use, so it was trained with "
             f"another optimizer; set checkpoint.skip_optimizer = true to start {after} from scratch"
         )
     if before is not None and not same_state(before, after):
-        raise CheckpointError(
+        raise MismatchError(
             f"{checkpoint.path} was trained with {before}, but this run uses {after}, which cannot "
             f"use its state; set checkpoint.skip_optimizer = true to start {after} from scratch"
         )
@@ -308,21 +323,6 @@ def check_finite(run: Run, path: Path, skip_optimizer: bool) -> None:
             f"{path} holds values that are not finite, in {tensors_in_words(names)}: training "
             f"cannot continue from there"
         )
-
-
-def changes(run: Run, facts: dict[str, Any]) -> list[str]:
-    """Returns the settings that have changed since the checkpoint was saved, except expected
-    changes."""
-    notes = []
-    before, after = facts.get("config") or {}, run.config.model_dump(mode="json")
-    for section in ("model", "training", "optimizer", "lr_scheduler", "lora", "sft", "preference"):
-        for key, value in after[section].items():
-            old = before.get(section, after[section]).get(key, value)
-            if old != value and (section, key) not in EXPECTED_CHANGES:
-                notes.append(
-                    f"{section}.{key} is {value}; it was {old} when the checkpoint was saved"
-                )
-    return notes
 
 
 def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:

@@ -225,14 +225,13 @@ def test_a_checkpoint_of_another_model_or_order_is_found(ranks: RankPool, tmp_pa
     assert first == ""
     checked = [rehearsed(config) for config in configs[1:]]
     for says, found, met in zip(
-        ("can be read|with shape [64, 32]", "debug.seed is 7", "has no model.layers.2."),
+        ("model.overrides.intermediate_size = 64", "debug.seed is 7", "has no model.layers.2."),
         checked,
         trained,
         strict=True,
     ):
-        words = says.split("|")
-        assert words[0] in met
-        assert words[-1] in found
+        assert says in met
+        assert says in found
     again = tiny_job(tmp_path / "run", training=more, **saves)
     assert rehearsed(again) == ""
 
@@ -245,9 +244,12 @@ def test_state_that_an_optimizer_cannot_resume_is_found(ranks: RankPool, tmp_pat
     thawed = tiny_job(tmp_path / "run", training=more, **saves)
     ((first, *trained),) = ranks.run(1, outcomes, [frozen, lion, thawed])
     assert first == ""
-    assert all("can be read" in said for said in trained)
-    assert "was trained with AdamW, but this run uses Lion" in rehearsed(lion)
-    assert "has no optimizer.model.layers.0.mlp.gate_proj.weight.exp_avg" in rehearsed(thawed)
+    for key, said, config in zip(
+        ("optimizer.name", "model.freeze"), trained, (lion, thawed), strict=True
+    ):
+        assert key in said
+        assert "--skip-optimizer" in said
+        assert key in rehearsed(config)
     for config in (lion, thawed):
         config.checkpoint.skip_optimizer = True
         assert rehearsed(config) == ""

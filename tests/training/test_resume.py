@@ -14,6 +14,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
@@ -22,17 +24,18 @@ from overland.data.ledger import read_ledger
 from overland.data.loader import load_batch
 from overland.data.rows import Room
 from overland.data.sampler import RandomBlocks
-from overland.errors import CheckpointError, DataError, NotSavedError
+from overland.errors import CheckpointError, DataError, MismatchError, NotSavedError
 from overland.files import Disk
 from overland.tools.proofs.pool import RankPool
 from overland.training import loop, stop
 from overland.training.callbacks import Callback
 from overland.training.loop import train
+from overland.training.rehearsal import try_newest
 from overland.training.run import Run, build_run
 from overland.training.screen import Screen
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Transfer, read_signs
-from tests.jobs import TINY_MODEL, Recorder, run_job, tiny_job
+from tests.jobs import TINY_MODEL, Recorder, run_job, tiny_job, write_model
 
 STEPS = 8
 
@@ -151,7 +154,7 @@ def test_moments_may_become_narrow_and_wide_again(ranks: RankPool, tmp_path: Pat
 
     ranks.run(1, plain_story, narrow(False, 3))
     _, said = ranks.run(1, start, narrow(True, 5))[0]
-    assert "optimizer.bf16_moments is True; it was False when" in "\n".join(said)
+    assert "optimizer.bf16_moments is true; it was false when" in "\n".join(said)
     ranks.run(1, plain_story, narrow(True, 5))
     ranks.run(1, plain_story, narrow(False, STEPS))
     before, after = weights(tmp_path / "run", 5), weights(tmp_path / "run", STEPS)
@@ -213,7 +216,7 @@ def test_a_local_checkpoint_wants_its_own_ranks(ranks: RankPool, tmp_path: Path)
     how = {"type": "local"}
     ranks.run(2, story, job(tmp_path, steps=3, num_ranks=2, checkpoint=how))
     error = ranks.run(1, refusal, job(tmp_path, checkpoint={**how, "resume": "auto"}))[0]
-    assert "none of the 1 checkpoints" in error
+    assert "by 2 ranks, but this run has 1" in error
     path = str(tmp_path / "checkpoint" / "step_3")
     error = ranks.run(1, refusal, job(tmp_path, checkpoint={**how, "resume": path}))[0]
     assert "by 2 ranks, but this run has 1: it can only be read in the same" in error
@@ -602,3 +605,68 @@ def test_the_ledger_goes_elsewhere_with_the_last_save(ranks: RankPool, tmp_path:
     ranks.run(1, run_job, job(tmp_path / "run", 3, checkpoint=settings))
     assert list(read_ledger(tmp_path / "run/data/ledger.bin").fed) == [1, 2, 3]
     assert not (tmp_path / "elsewhere" / "run" / "ledger.bin").exists()
+
+
+ADAPTERS = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj"]}
+CHANGES: list[tuple[str, str, Any]] = [
+    ("lora", "alpha", 16.0),
+    ("lora", "rslora", True),
+    ("lora", "dropout", 0.1),
+    ("lora", "rank", 8),
+    ("lora", "targets", ["q_proj"]),
+    ("model", "overrides", {**TINY_MODEL, "rms_norm_eps": 1e-3}),
+    ("model", "overrides", {**TINY_MODEL, "intermediate_size": 96}),
+    ("training", "z_loss", 1e-3),
+    ("optimizer", "name", "Adam"),
+    ("checkpoint", "initial_load_path", "elsewhere"),
+]
+
+
+def test_what_would_train_something_else_is_refused_by_key(ranks: RankPool, tmp_path: Path) -> None:
+    """At once, before an older checkpoint is tried, and by `overland check` too."""
+    first = job(tmp_path, steps=2, lora=ADAPTERS, checkpoint={"interval": 1})
+    ranks.run(1, story, first)
+    for section, name, value in CHANGES:
+        changed = getattr(first, section).model_copy(update={name: value})
+        other = first.model_copy(update={section: changed})
+        (told,) = ranks.run(1, refusal, other)
+        assert f"{section}.{name}" in told, told
+        assert "step_2 was trained with" in told
+        assert "checkpoint.allow_changes" in told
+        with pytest.raises(MismatchError, match=f"{section}.{name}"):
+            try_newest(list_of(tmp_path), other, None)
+    assert "model.overrides.rms_norm_eps" in ranks.run(
+        1, refusal, job(tmp_path, lora=ADAPTERS, model={"overrides": CHANGES[5][2]})
+    )[0]  # fmt: skip
+
+    allow = first.checkpoint.model_copy(update={"allow_changes": ["lora.alpha"]})
+    lora = first.lora.model_copy(update={"alpha": 16.0})
+    other = first.model_copy(update={"lora": lora, "checkpoint": allow})
+    _, said = ranks.run(1, start, other)[0]
+    assert any("lora.alpha is 16.0; it was 8.0" in line for line in said)
+    assert "allow_changes = []" in (tmp_path / "config.toml").read_text()  # it applies once
+
+
+def test_frozen_weights_may_move_but_not_change(ranks: RankPool, tmp_path: Path) -> None:
+    """Of two folders with files of the same size, the contents decide."""
+    base = write_model(tmp_path / "base")
+
+    def adapted(folder: Path) -> JobConfig:
+        given = {"interval": 1, "initial_load_path": str(folder)}
+        return job(tmp_path / "run", steps=2, lora=ADAPTERS, checkpoint=given,
+                   model={"config": str(folder), "overrides": {}})  # fmt: skip
+
+    ranks.run(1, story, adapted(base))
+    assert ranks.run(1, start, adapted(Path(shutil.copytree(base, tmp_path / "moved"))))[0][0] == 2
+    with safe_open(base / "model.safetensors", "pt") as file:
+        tensors = {name: 2 * file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    other = Path(shutil.copytree(base, tmp_path / "other"))
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    (told,) = ranks.run(1, refusal, adapted(other))
+    assert "model.from or checkpoint.initial_load_path" in told
+    with pytest.raises(MismatchError, match=r"checkpoint\.initial_load_path"):
+        try_newest(list_of(tmp_path / "run"), adapted(other), None)
+
+
+def list_of(folder: Path) -> list[Path]:
+    return [one.path for one in list_checkpoints(folder / "checkpoint")]

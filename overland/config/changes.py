@@ -1,0 +1,249 @@
+"""What may change in the config of a run that resumes, key by key. Does not import torch.
+
+A change is one of four things: *refused*, because it would train another function than the
+checkpoint holds; *fixed*, refused by the data, whose order or contents it would change; *noted*; or
+*free*. Every key of the schema is listed here, and docs/train.md shows the same table (`table`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from overland.config.errors import show_value
+from overland.config.fields import all_keys
+from overland.words import any_of
+
+REFUSED = {
+    "model": ("from", "name", "flavor", "config", "overrides", "freeze", "transforms", "sparse"),
+    "training": ("objective", "objective_options", "z_loss"),
+    "optimizer": ("name",),
+    "data": ("vocab_size",),
+    "images": ("instance_norm",),
+    "sft": ("new_tokens", "neftune_alpha"),
+    "lora": (
+        "rank", "alpha", "dropout", "targets", "exclude", "layers", "rank_pattern",
+        "alpha_pattern", "rslora", "dora", "modules_to_save", "base", "adapter",
+    ),
+    "preference": ("loss", "beta", "label_smoothing", "simpo_gamma"),
+    "checkpoint": ("initial_load_path",),
+}  # fmt: skip
+"""What changes the trained function, or would have no effect on a run that has begun."""
+
+FIXED = {
+    "model": ("hf_assets_path",),
+    "training": ("column", "subset", "split"),
+    "data": ("mixture", "holdout", "window_documents", "add_bos", "add_eos", "bad_documents"),
+    "images": ("shape", "count", "pad"),
+    "sft": (
+        "shape", "chat_template", "template_options", "date", "learn", "too_long",
+        "parse_specials", "skip_unlearned",
+    ),
+    "preference": ("max_prompt", "prompt_side", "answer_side"),
+    "debug": ("seed",),
+}  # fmt: skip
+"""What changes the order of the data or the contents of a source: the data plan refuses it."""
+
+NOTED = {
+    "model": ("attention",),
+    "training": (
+        "dataset", "dataset_path", "local_batch_size", "global_batch_size", "seq_len", "last_batch",
+        "max_norm", "dtype", "mixed_precision_param", "mixed_precision_reduce", "float8",
+        "enable_cpu_offload",
+    ),
+    "optimizer": ("lr", "beta1", "beta2", "eps", "weight_decay", "bf16_moments", "options",
+                  "groups"),
+    "lr_scheduler": (
+        "warmup_steps", "warmup_ratio", "total_steps", "decay_ratio", "decay_type",
+        "min_lr_factor", "min_lr",
+    ),
+    "data": ("sources", "packing", "last_block", "document_mask", "group_by_length"),
+    "lora": ("lr_ratio",),
+    "preference": ("reference",),
+    "validation": (
+        "dataset", "dataset_path", "column", "subset", "split", "sets", "steps", "seq_len",
+    ),
+}  # fmt: skip
+"""What a run may continue with from the next step on; it says so."""
+
+BY_THE_PLAN = {
+    "training": ("dataset", "dataset_path", "local_batch_size", "global_batch_size", "seq_len"),
+    "data": ("sources", "packing", "last_block", "document_mask", "group_by_length"),
+}
+"""Noted too, but in the words of the data plan."""
+
+# Fields of a config.json that do not change what the model computes.
+NO_MATTER = {"max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id",
+             "pad_token_id"}  # fmt: skip
+OF_OPTIMIZER = ("optimizer.name", "model.freeze")  # a new optimizer fits any of these
+ARCHITECTURE = ("name", "flavor", "config", "overrides")
+WORDS = {
+    "refused": "What would train another function than the checkpoint holds, or has no effect on "
+    "a run that has begun. `checkpoint.allow_changes` allows single keys",
+    "fixed": "What would change the order of the data, or the contents of a source; no key allows "
+    "it",
+    "noted": "Takes effect at the next step, and the run says so",
+    "free": "Takes effect without a word",
+}
+
+
+class Change(NamedTuple):
+    """A key whose value has changed since a checkpoint was saved."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} is {show_value(self.after)}; it was {show_value(self.before)}"
+
+
+def rule_of(key: str) -> str:
+    """Returns `refused`, `fixed`, `noted` or `free` for a key of the schema."""
+    section, _, name = key.partition(".")
+    tables = {"refused": REFUSED, "fixed": FIXED, "noted": NOTED}
+    return next((rule for rule, table in tables.items() if name in table.get(section, ())), "free")
+
+
+def refused_changes(
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    architecture: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None),
+    skip_optimizer: bool = False,
+    base_is_known: bool = False,
+) -> list[Change]:
+    """Returns what a resumed run may not change, or only if `checkpoint.allow_changes` says so.
+
+    Args:
+        before: The config that the checkpoint was saved with, as a dictionary.
+        after: That of the run.
+        architecture: The model's config.json then and now, if it has one: what counts is what the
+            keys of [model] come to.
+        skip_optimizer: Whether the run starts with a new optimizer.
+        base_is_known: Whether the checkpoint knows the frozen weights by their contents.
+    """
+    found = []
+    for section, names in REFUSED.items():
+        old, new = before.get(section, {}), after.get(section, {})
+        for name in names:
+            if name not in old or name not in new or (section == "model" and name in ARCHITECTURE):
+                continue
+            if not _same(f"{section}.{name}", old[name], new[name]):
+                found.append(Change(f"{section}.{name}", old[name], new[name]))
+    waived = set(OF_OPTIMIZER) if skip_optimizer else set()
+    waived |= {"checkpoint.initial_load_path"} if base_is_known else set()
+    model = _model_changes(before.get("model", {}), after.get("model", {}), *architecture)
+    return [*model, *(one for one in found if one.key not in waived)]
+
+
+def noted_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Returns the other changes that a run reports; those of the data plan are in its words."""
+    return [
+        Change(f"{section}.{name}", before[section][name], after[section][name])
+        for section, names in NOTED.items()
+        for name in names
+        if name in before.get(section, {})
+        and name not in BY_THE_PLAN.get(section, ())
+        and before[section][name] != after[section][name]
+    ]
+
+
+def is_allowed(change: Change, allowed: Collection[str]) -> bool:
+    parts = change.key.split(".")
+    return any(".".join(parts[:n]) in allowed for n in range(2, len(parts) + 1))
+
+
+def refusal(path: Path, changes: Collection[Change]) -> str:
+    """Returns a sentence that names the keys, and the ways out."""
+    changed = any_of([f"{one.key} = {show_value(one.before)}" for one in changes], "and")
+    now = any_of([show_value(one.after) for one in changes], "and")
+    keys = json.dumps([one.key for one in changes])
+    way_out = "start a new run with `--resume none`"
+    if all(one.key in OF_OPTIMIZER for one in changes):
+        way_out += ", start a new optimizer with `--skip-optimizer`"
+    return (
+        f"{path} was trained with {changed}, and this config has {now}, which would train "
+        f"something else or have no effect: set {'it' if len(changes) == 1 else 'them'} back, "
+        f"{way_out}, or set checkpoint.allow_changes = {keys} to continue with the change"
+    )
+
+
+def same_place(one: str | None, other: str | None) -> bool:
+    """Whether two paths may mean the same place. A run's own config makes relative paths absolute
+    when it is loaded from elsewhere."""
+    if one is None or other is None:
+        return one == other
+    a, b = Path(one).expanduser(), Path(other).expanduser()
+    if a.resolve() == b.resolve():
+        return True
+    short, long = sorted((a, b), key=lambda path: path.is_absolute())
+    parts = [part for part in short.parts if part not in (".", "..")]
+    return not short.is_absolute() and list(long.parts[-len(parts) :]) == parts
+
+
+def table() -> str:
+    """Returns the table of docs/train.md."""
+    rows = ["| a change of | is | |", "|---|---|---|"]
+    for rule, words in WORDS.items():
+        names: dict[str, list[str]] = {}
+        for key in all_keys():
+            if rule_of(key) == rule:
+                section, _, name = key.partition(".")
+                names.setdefault(section, []).append(name)
+        keys = "everything else"
+        if rule != "free":
+            keys = "; ".join(f"`[{section}]` {', '.join(all_)}" for section, all_ in names.items())
+        rows.append(f"| {keys} | **{'refused' if rule == 'fixed' else rule}** | {words} |")
+    return "\n".join(rows) + "\n"
+
+
+def _same(key: str, old: Any, new: Any) -> bool:
+    """Whether two values of a key train the same."""
+    if key in ("checkpoint.initial_load_path", "lora.adapter"):
+        return same_place(old, new)
+    if key == "training.objective":  # auto is the model's own
+        return old == new or {old, new} in ({"auto", "next_token"}, {"auto", "per_sample"})
+    if key == "lora.base":  # the others only round
+        return (old == "nf4") == (new == "nf4")
+    if key == "model.sparse":  # a dense run may become sparse
+        return old is None or _without(old, "refresh") == _without(new or {}, "refresh")
+    if isinstance(old, list) and isinstance(new, list) and key != "model.transforms":
+        return sorted(old, key=str) == sorted(new, key=str)
+    return bool(old == new)
+
+
+def _model_changes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    saved: Mapping[str, Any] | None,
+    ours: Mapping[str, Any] | None,
+) -> list[Change]:
+    """Returns the changes of the architecture, under the key that makes them."""
+    changed = [name for name in ARCHITECTURE if name in old and old[name] != new.get(name)]
+    if saved is None or ours is None:  # a custom model: its keys are all that is known
+        return [Change(f"model.{name}", old[name], new.get(name)) for name in changed]
+    before, after = json.loads(json.dumps(saved)), json.loads(json.dumps(ours))
+    names = [
+        name
+        for name in dict.fromkeys((*before, *after))
+        if before.get(name) != after.get(name) and name not in NO_MATTER
+    ]
+    given = {**(old.get("overrides") or {}), **(new.get("overrides") or {})}
+    others = [name for name in changed if name != "overrides"]
+    if not others and any(name in given for name in names):  # the rest follows from these
+        names = [name for name in names if name in given]
+    table = others[-1] if others else "config"
+    return [
+        Change(
+            f"model.{'overrides' if name in given else table}.{name}",
+            before.get(name),
+            after.get(name),
+        )
+        for name in names
+    ]
+
+
+def _without(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key != name}
