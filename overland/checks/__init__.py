@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from overland.checks import adapters, files, hyperparameters, machine, model, parallelism
+from overland.checks import adapters, effect, files, hyperparameters, machine, model, parallelism
 from overland.checks.vocabulary import with_new_tokens
 from overland.config.errors import ConfigError, Problem, ProblemKind
 from overland.config.load import Loaded, in_order, load_config
+from overland.config.schema import JobConfig
 
 __all__ = ["check_config", "check_sizes", "load_checked", "require"]
 
@@ -34,7 +35,6 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (adapters.check_narrow_base, ("lora", "checkpoint", "parallelism", "training.float8")),
     (model.check_freeze, ("model", "job.custom_import")),
     (model.check_start, ("model", "checkpoint.initial_load_path")),
-    (model.check_flavor, ("model",)),
     (model.check_length, ("model", "training.seq_len")),
     (model.check_transforms, ("model.transforms", "job.custom_import")),
     (
@@ -64,6 +64,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
         machine.check_attention,
         ("model", "data.document_mask", "parallelism", "training", "debug"),
     ),
+    (effect.check_effect, (*JobConfig.model_fields,)),
     (files.check_paths, ("model.config", "model.hf_assets_path", "data.datasets")),
     (files.check_place, ("job.dump_folder", "checkpoint")),
     (files.check_allowed_changes, ("checkpoint.allow_changes",)),

@@ -219,10 +219,6 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
 def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
     validation = loaded.config.validation
     if not validation.enable:
-        if validation.sets:
-            message = "has no effect while validation.enable is false"
-            key = "validation.sets"
-            yield Problem(message, loaded.where(key), key, kind="note")
         return
     if not loaded.is_set("validation.enable"):
         message = (

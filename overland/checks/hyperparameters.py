@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from overland.checks.files import C4
 from overland.checks.model import nearest_parameters, parameter_names
-from overland.config.errors import Problem
+from overland.config.errors import Problem, ProblemKind
+from overland.config.fields import all_keys
 from overland.config.load import Loaded
 from overland.config.schema import IN_PLACE_OF, DataSource, Optimizer
 from overland.data.registry import is_made, made_images, sources_of
@@ -82,13 +84,19 @@ def check_groups(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_units(loaded: Loaded) -> Iterator[Problem]:
-    """Checks that a setting with two units is set in only one of them."""
+    """Checks that a setting with two forms is set in only one of them. torchtitan's files name a
+    dataset and its path, and mean the path."""
     for key, other in IN_PLACE_OF.items():
         section, name = key.split(".")
-        value = getattr(getattr(loaded.config, section), name)
-        if value is not None and loaded.is_set(other):
-            message = f"{other} is set too ({loaded.where(other)}): remove one of them"
-            yield Problem(message, loaded.where(key), key, value)
+        values = getattr(loaded.config, section)
+        value, also = getattr(values, name), getattr(values, other.partition(".")[2])
+        if value is None or not (loaded.is_set(other) or also != all_keys()[other].default):
+            continue
+        message = f"{other} is set too ({loaded.where(other)}): remove one of them"
+        kind: ProblemKind = "invalid"
+        if name == "dataset_path" and isinstance(also, str) and also in C4:
+            message, kind = f"the name in {other} has no effect", "note"
+        yield Problem(message, loaded.where(key), key, value, kind=kind)
 
 
 def _is_random_tokens(loaded: Loaded, name: str, source: DataSource) -> bool:

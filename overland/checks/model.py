@@ -16,7 +16,7 @@ from overland.config.errors import Problem
 from overland.config.load import Loaded, has_weights
 from overland.config.schema import JobConfig, Model
 from overland.errors import ModelError
-from overland.models.flops import outline_of, sample_fields
+from overland.models.flops import outline_of
 from overland.models.hf_config import RMSNORM
 from overland.models.registry import (
     build_model,
@@ -79,16 +79,6 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(_first_line(error), loaded.where(key), key, value)
 
 
-def check_flavor(loaded: Loaded) -> Iterator[Problem]:
-    """Notes that a flavor has no effect if `model.config` or `model.from` gives a config.json."""
-    key, model = "model.flavor", loaded.config.model
-    is_chosen = loaded.is_set(key) and model.flavor != Model().flavor  # a full config sets all keys
-    if model.config is not None and is_chosen:
-        given = "model.from" if loaded.is_set("model.from") else "model.config"
-        message = f"has no effect: the architecture comes from {given}"
-        yield Problem(message, loaded.where(key), key, model.flavor, kind="note")
-
-
 def check_length(loaded: Loaded) -> Iterator[Problem]:
     length = loaded.config.training.seq_len
     try:
@@ -96,9 +86,6 @@ def check_length(loaded: Loaded) -> Iterator[Problem]:
     except (ModelError, OSError):
         return
     key = "training.seq_len"
-    if sample_fields(config) is not None and loaded.is_set(key):
-        message = f"has no effect: each row of {loaded.config.model.name} is one sample"
-        yield Problem(message, loaded.where(key), key, length, kind="note")
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         message = f"longer than the {longest} positions that this model supports"

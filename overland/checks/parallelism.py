@@ -109,11 +109,6 @@ def check_lengths(loaded: Loaded) -> Iterator[Problem]:
                 f"{lengths['training.seq_len']}, the value of training.seq_len"
             )
             yield Problem(message, loaded.where(key), key, length)
-    rows = validation.local_batch_size
-    if validation.enable and rows is not None and layout.pipeline_parallel_degree > 1:
-        key = "validation.local_batch_size"
-        message = "has no effect: a pipeline validates with as many rows per pass as it trains with"
-        yield Problem(message, loaded.where(key), key, rows, kind="note")
 
 
 def check_grouping(loaded: Loaded) -> Iterator[Problem]:

@@ -63,7 +63,8 @@ NOTED = {
     "lora": ("lr_ratio",),
     "preference": ("reference",),
     "validation": (
-        "dataset", "dataset_path", "column", "subset", "split", "sets", "steps", "seq_len",
+        "dataset", "dataset_path", "column", "subset", "split", "sets", "sequences", "steps",
+        "seq_len",
     ),
 }  # fmt: skip
 """What a run may continue with from the next step on; it says so."""

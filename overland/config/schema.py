@@ -32,8 +32,12 @@ IN_PLACE_OF = {
     "training.epochs": "training.steps",
     "lr_scheduler.warmup_ratio": "lr_scheduler.warmup_steps",
     "validation.sequences": "validation.steps",
+    "lr_scheduler.min_lr": "lr_scheduler.min_lr_factor",
+    "training.dataset_path": "training.dataset",
+    "validation.dataset_path": "validation.dataset",
 }
-"""Keys that set the same thing in different units: only one of the two may be set."""
+"""Keys that set the same thing in two ways: only one of the two may be set, and one on the command
+line replaces the other in a file."""
 
 
 SWITCHES = {

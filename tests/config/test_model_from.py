@@ -122,7 +122,7 @@ def test_a_flavor_that_has_no_effect_is_told(model: Path, key: str) -> None:
         return [str(p) for p in check_config(load(*arguments), 1) if p.key == "model.flavor"]
 
     (note,) = notes(f"{key}=model", "model.flavor=8B")
-    assert f'model.flavor = "8B": has no effect: the architecture comes from {key}' in note
+    assert 'model.flavor = "8B": has no effect' in note
+    assert key in note
     assert not notes(f"{key}=model")
-    assert not notes(f"{key}=model", "model.flavor=debug")  # as a run's config.toml has it
     assert not notes("model.flavor=8B")

@@ -174,12 +174,13 @@ def test_what_is_said_about_a_run_is_said_in_samples(unbroken: Path) -> None:
     assert "| steps | 8 (64 samples) |" in page
     assert "sequence" not in page
     assert "generate" not in page
-    words = ["check", "run.toml", "training.seq_len=7", "--json", "--no-step"]
+    words = ["check", "run.toml", "--json", "--no-step"]
     facts = json.loads(overland(*words, cwd=unbroken, NGPU="1").stdout)
     assert facts["flops_per_sample"] == 5_698_560
     assert (facts["samples_per_step"], facts["samples_in_all"]) == (8, 64)
     assert not any("token" in key or "sequence" in key for key in facts)
-    assert "has no effect: each row of vit_mae is one sample" in "\n".join(facts["notes"])
+    told = overland(*words, "training.seq_len=7", cwd=unbroken, NGPU="1", code=2)
+    assert "training.seq_len = 7: has no effect" in told.stderr
 
 
 def test_a_killed_run_resumes_to_the_same_bits(unbroken: Path, tmp_path: Path) -> None:

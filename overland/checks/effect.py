@@ -1,0 +1,303 @@
+"""Refuses settings that would have no effect.
+
+A key that another one hides is an error where the user set both. A section that is switched off
+(`enable = false`, a degree of 1) may keep its keys in a file, since people switch it on and off; on
+the command line they are errors too. What is set on the command line wins over a file: a key in the
+file that it hides is no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from overland.config.arguments import COMMAND_LINE
+from overland.config.errors import NO_VALUE, Problem
+from overland.config.fields import all_keys
+from overland.config.load import Loaded
+from overland.config.schema import JobConfig
+from overland.data.registry import sources_of
+from overland.errors import OverlandError
+from overland.models.flops import sample_fields
+from overland.models.registry import model_config
+
+
+class Rule(NamedTuple):
+    """Keys that have no effect under some condition."""
+
+    keys: tuple[str, ...]
+    hidden: Callable[[JobConfig], bool]
+    why: str
+    by: tuple[str, ...] = ()
+    """Keys that, set on the command line, win over these in a file."""
+    is_switch: bool = False
+    """Whether a file may keep the keys, because something is switched off."""
+
+
+def inside(section: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names)
+
+
+def all_but(section: str, *others: str) -> tuple[str, ...]:
+    keys = (key for key in all_keys() if key.startswith(f"{section}."))
+    return tuple(key for key in keys if key.partition(".")[2] not in others)
+
+
+def takes_arrays(config: JobConfig) -> bool:
+    try:
+        return sample_fields(model_config(config.model)) is not None
+    except (OverlandError, OSError):  # another check reports it
+        return False
+
+
+def takes_tokens(config: JobConfig) -> bool:
+    try:
+        return sample_fields(model_config(config.model)) is None
+    except (OverlandError, OSError):
+        return False
+
+
+RULES = [
+    # The data
+    Rule(
+        ("training.dataset",),
+        lambda c: bool(c.data.sources),
+        "[data.sources] list all data",
+        ("data.sources",),
+    ),
+    Rule(
+        ("training.last_batch",),
+        lambda c: c.training.epochs is None,
+        "only training.epochs end in the middle of a batch",
+        ("training.steps",),
+    ),
+    Rule(
+        ("data.vocab_size",),
+        lambda c: c.model.hf_assets_path is not None,
+        "model.hf_assets_path names a tokenizer, so none is trained",
+        ("model.hf_assets_path", "model.from"),
+    ),
+    Rule(
+        ("data.last_block",),
+        lambda c: c.data.packing != "pack",
+        'only data.packing = "pack" cuts documents at the end of a window',
+        ("data.packing", "sft.shape", "preference.loss"),
+    ),
+    Rule(
+        ("training.seq_len",),
+        takes_arrays,
+        "each row of this model is one sample of arrays",
+        ("model.name",),
+    ),
+    Rule(
+        inside("images", "pad", "instance_norm", "shape", "count", "segment_size"),
+        takes_tokens,
+        "this model takes tokens, not images",
+        ("model.name", "model.from", "model.config"),
+    ),
+    Rule(
+        inside("images", "shape"),
+        lambda c: not any((s.dataset or name) == "random" for name, s in sources_of(c).items()),
+        "the images of this config are not random",
+        ("training.dataset", "training.dataset_path", "images.if_missing"),
+        is_switch=True,
+    ),
+    Rule(
+        ("images.segment_size",),
+        lambda c: c.checkpoint.full_format != "torch",
+        'only checkpoint.full_format = "torch" records segments',
+        ("checkpoint.full_format",),
+    ),
+    # The model
+    Rule(
+        ("model.flavor",),
+        lambda c: c.model.config is not None,
+        "the architecture comes from model.config or model.from",
+        ("model.config", "model.from"),
+    ),
+    # The learning rate
+    Rule(
+        inside("lr_scheduler", "decay_ratio", "min_lr", "min_lr_factor"),
+        lambda c: c.lr_scheduler.decay_type == "constant",
+        'lr_scheduler.decay_type = "constant" does not decay',
+        ("lr_scheduler.decay_type",),
+    ),
+    # Losses
+    Rule(
+        ("preference.label_smoothing",),
+        lambda c: c.preference.loss not in ("off", "dpo"),
+        'only preference.loss = "dpo" has it',
+        ("preference.loss",),
+    ),
+    Rule(
+        ("preference.simpo_gamma",),
+        lambda c: c.preference.loss not in ("off", "simpo"),
+        'only preference.loss = "simpo" has it',
+        ("preference.loss",),
+    ),
+    Rule(
+        ("preference.reference",),
+        lambda c: c.preference.loss not in ("off", "dpo", "ipo"),
+        "this preference.loss has no reference model",
+        ("preference.loss",),
+    ),
+    Rule(
+        inside("preference", "max_prompt", "prompt_side", "answer_side"),
+        lambda c: c.preference.loss != "off" and c.sft.too_long != "truncate",
+        'only sft.too_long = "truncate" truncates',
+        ("sft.too_long",),
+    ),
+    # Saving
+    Rule(
+        ("checkpoint.full_format",),
+        lambda c: c.checkpoint.enable and c.checkpoint.type != "full",
+        'only checkpoint.type = "full" has formats',
+        ("checkpoint.type",),
+    ),
+    Rule(
+        ("checkpoint.export_dtype",),
+        lambda c: not c.checkpoint.last_save_in_hf,
+        "nothing is exported; set checkpoint.last_save_in_hf = true",
+        ("checkpoint.last_save_in_hf",),
+        is_switch=True,
+    ),
+    Rule(
+        ("checkpoint.keep_every",),
+        lambda c: c.checkpoint.keep_latest_k == 0,
+        "checkpoint.keep_latest_k = 0 keeps all",
+        ("checkpoint.keep_latest_k",),
+    ),
+    Rule(
+        ("lora.save_as_peft",),
+        lambda c: not c.checkpoint.enable,
+        "nothing is saved; set checkpoint.enable = true",
+        ("checkpoint.enable",),
+    ),
+    Rule(
+        all_but("checkpoint", "enable", "resume", "initial_load_path", "last_save_in_hf",
+                "export_dtype", "stop_after_minutes", "walltime_margin_minutes", "allow_changes",
+                "skip_optimizer"),
+        lambda c: not c.checkpoint.enable,
+        "nothing is saved; set checkpoint.enable = true",
+        ("checkpoint.enable",),
+        is_switch=True,
+    ),
+    # Validation and samples
+    Rule(
+        all_but("validation", "enable"),
+        lambda c: not c.validation.enable,
+        "set validation.enable = true",
+        ("validation.enable",),
+        is_switch=True,
+    ),
+    Rule(
+        ("validation.local_batch_size",),
+        lambda c: c.parallelism.pipeline_parallel_degree > 1,
+        "a pipeline validates with as many rows per pass as it trains with",
+        ("parallelism.pipeline_parallel_degree",),
+    ),
+    Rule(
+        ("metrics.sample_at_validation",),
+        lambda c: not c.metrics.sample_prompt or not c.validation.enable,
+        "it needs metrics.sample_prompt and validation.enable = true",
+        ("metrics.sample_prompt", "validation.enable"),
+    ),
+    # Switches
+    Rule(
+        ("profiling.enable_memory_snapshot",),
+        lambda c: not c.profiling.enable_profiling,
+        "set profiling.enable_profiling = true",
+        ("profiling.enable_profiling",),
+    ),
+    Rule(
+        all_but("profiling", "enable_profiling", "enable_memory_snapshot"),
+        lambda c: not c.profiling.enable_profiling,
+        "set profiling.enable_profiling = true",
+        is_switch=True,
+    ),
+    Rule(
+        ("profiling.save_memory_snapshot_folder",),
+        lambda c: c.profiling.enable_profiling and not c.profiling.enable_memory_snapshot,
+        "set profiling.enable_memory_snapshot = true",
+        is_switch=True,
+    ),
+    Rule(
+        inside("compile", "backend", "cuda_graphs"),
+        lambda c: c.compile.enable is False,
+        "compile.enable is false",
+        is_switch=True,
+    ),
+    Rule(
+        ("metrics.save_tb_folder",),
+        lambda c: not c.metrics.enable_tensorboard,
+        "metrics.enable_tensorboard is false",
+        is_switch=True,
+    ),
+    Rule(
+        ("activation_checkpoint.selective_ac_option",),
+        lambda c: c.activation_checkpoint.mode == "auto",
+        'set activation_checkpoint.mode = "selective"',
+        ("activation_checkpoint.mode",),
+    ),
+    Rule(
+        ("activation_checkpoint.selective_ac_option",),
+        lambda c: c.activation_checkpoint.mode not in ("auto", "selective"),
+        'only activation_checkpoint.mode = "selective" reads it',
+        is_switch=True,
+    ),
+    Rule(
+        ("activation_checkpoint.memory_budget",),
+        lambda c: c.activation_checkpoint.mode != "memory_budget",
+        'only activation_checkpoint.mode = "memory_budget" reads it',
+        ("activation_checkpoint.mode",),
+        is_switch=True,
+    ),
+    Rule(
+        inside("parallelism", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"),
+        lambda c: c.parallelism.pipeline_parallel_degree == 1,
+        "parallelism.pipeline_parallel_degree is 1",
+        is_switch=True,
+    ),
+    Rule(
+        ("parallelism.enable_async_tensor_parallel",),
+        lambda c: c.parallelism.tensor_parallel_degree == 1,
+        "parallelism.tensor_parallel_degree is 1",
+        ("parallelism.tensor_parallel_degree",),
+        is_switch=True,
+    ),
+    Rule(
+        inside("health", "spike_threshold", "spike_window"),
+        lambda c: c.health.spike_guard == "off",
+        "health.spike_guard is off",
+        is_switch=True,
+    ),
+    Rule(
+        ("debug.deterministic_warn_only",),
+        lambda c: not c.debug.deterministic,
+        "debug.deterministic is false",
+        is_switch=True,
+    ),
+]  # fmt: skip
+
+
+def check_effect(loaded: Loaded) -> Iterator[Problem]:
+    """Refuses every key that has no effect, by the rules above."""
+    config = loaded.config
+    for rule in RULES:
+        if not rule.hidden(config):
+            continue
+        wins = any(_is_typed(loaded, key) for key in rule.by)
+        for name in rule.keys:
+            key = all_keys()[name]
+            value = getattr(getattr(config, key.section), key.attribute)
+            in_file = value != key.default and not rule.is_switch and not wins
+            if _is_typed(loaded, name) or in_file:
+                shown = NO_VALUE if key.table or key.record else value
+                yield Problem(f"has no effect: {rule.why}", loaded.where(name), name, shown)
+
+
+def _is_typed(loaded: Loaded, key: str) -> bool:
+    """Whether a key is set on the command line, or in the settings of `overland.load_config`."""
+    path = tuple(key.split("."))
+    places = loaded.places.items()
+    return any(place == COMMAND_LINE and other[: len(path)] == path for other, place in places)
