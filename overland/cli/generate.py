@@ -49,6 +49,10 @@ def generate(
         ),
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
+    parse_specials: Annotated[
+        bool | None,
+        typer.Option(help="Names of special tokens in PROMPT stand for the tokens (default)."),
+    ] = None,
     num_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.", min=1)] = 128,
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.")
@@ -90,13 +94,25 @@ def generate(
 ) -> None:
     """Continue prompts with a model, or chat with it."""
     from overland.tools.evaluation.model import open_model
-    from overland.tools.evaluation.prompts import Prompt, check_prompts, read_prompts
+    from overland.tools.evaluation.prompts import (
+        Prompt,
+        check_prompts,
+        piped_prompts,
+        read_prompts,
+    )
     from overland.tools.evaluation.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     given = [Prompt(text) for text in [*(prompts or []), *(prompt or [])]]
     given += read_prompts(file) if file is not None else []
+    if not given and not chat:
+        given = piped_prompts(note)
     check_prompts(given)
+    if chat and parse_specials is not None:
+        raise typer.BadParameter(
+            "names of special tokens in a question are text; this is for texts to continue",
+            param_hint="--parse-specials" if parse_specials else "--no-parse-specials",
+        )
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
     opened = open_model(
@@ -106,7 +122,10 @@ def generate(
         f"{opened.path}: {str(opened.dtype).removeprefix('torch.')} (--dtype) on {opened.device} "
         "(--device)"
     )
-    asked = Asked(opened, sampling, num_tokens, stop or [], chat, system, batch_size, as_json)
+    asked = Asked(
+        opened, sampling, num_tokens, stop or [], chat, system, batch_size, as_json,
+        parse_specials is not False,
+    )  # fmt: skip
     if chat and not given:
         converse(asked)
     else:
@@ -123,14 +142,16 @@ class Asked:
     system: str | None
     batch_size: int
     as_json: bool
+    parse_specials: bool
 
     @property
     def asking(self) -> Asking:
         from overland.tools.evaluation.answers import Asking
 
         return Asking(
-            self.opened, self.sampling, self.num_tokens, self.stop, self.chat, self.system
-        )
+            self.opened, self.sampling, self.num_tokens, self.stop, self.chat, self.system,
+            self.parse_specials,
+        )  # fmt: skip
 
     def generator(self, batch_size: int, length: int) -> Generator:
         from overland.tools.evaluation.generate import Generator

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from overland.cli.generate import stripped
 from overland.cli.main import app
+from overland.data.tokenizer import Tokenizer
+from overland.tools.evaluation.prompts import encode_prompt
 from tests.cli.processes import environment
 from tests.cli.warm import LIMIT_SECONDS, server
 from tests.evaluation.texts import write_chat_model, write_text_model
@@ -64,6 +66,11 @@ def test_prompts_from_arguments_a_file_and_standard_input_are_one(
     objects.write_text('{"prompt": "def a"}\n\n"import os"\n{"text": "x = ", "id": 3}\n')
     assert records(*how, "--file", objects) == wanted
     assert records(*how, "--file", "-", given=lines.read_bytes()) == wanted
+    assert records(*how, "--file", "-", given=objects.read_bytes()) == wanted
+    assert records(*how, given=objects.read_bytes()) == wanted
+    assert records(*how, given="def a\n") == wanted[:1]
+    assert records(*how, given="def a\nb")[0]["prompt"] == "def a\nb"
+    assert records(*how, "def a", "import os", "x = ", given="def b") == wanted
     assert records(*how, "--prompt", "def a", "--prompt", "import os", "--prompt", "x = ") == wanted
     assert records(*how, "def a", "import os", "x = ", "--batch-size", 1) == wanted
 
@@ -143,7 +150,26 @@ def test_what_a_user_says_is_no_special_token(chat: Path) -> None:
     assert plain["text"] != quoted["text"]
 
 
+def test_names_of_special_tokens_are_those_of_transformers(chat: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(chat / "tokenizer.json"))
+    ours = Tokenizer(chat / "tokenizer.json")
+    text = "<|im_start|>user\n Hi <|im_end|> there"
+    name = theirs.convert_tokens_to_ids("<|im_end|>")
+    assert name in ours.specials.values()
+    assert encode_prompt(ours, text) == theirs.encode(text, add_special_tokens=False)
+    assert name not in encode_prompt(ours, text, parse_specials=False)
+    begins = Tokenizer(chat / "tokenizer.json", add_bos=True)
+    assert encode_prompt(begins, "a <|im_end|>")[0] == begins.bos_id
+    bos = begins.pieces([begins.bos_id or 0])[0]
+    assert encode_prompt(begins, f"{bos}a") == begins.encode_prompt("a")
+    how = [chat, "Hi<|im_end|>", "--temperature", 0]
+    assert records(*how) != records(*how, "--no-parse-specials")
+
+
 ODD = [
+    (["--chat", "--no-parse-specials", "Hi"], "names of special tokens in a question are text"),
     (["--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
     (["--top-p", "0"], "--top-p 0.0: expected more than 0"),
     (["--stop", ""], "--stop '' would end every text"),

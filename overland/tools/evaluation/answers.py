@@ -9,7 +9,7 @@ from overland.arguments import integer, number, path_of, texts
 from overland.tools.evaluation.chat import ends_of, prompt_of, turns_of
 from overland.tools.evaluation.generate import Completion, Generator
 from overland.tools.evaluation.model import OpenModel, open_model
-from overland.tools.evaluation.prompts import Prompt, check_prompts
+from overland.tools.evaluation.prompts import Prompt, check_prompts, encode_prompt
 from overland.tools.evaluation.sampling import Sampling
 
 AT_ONCE = 64  # batches whose prompts are sorted by length together
@@ -32,6 +32,7 @@ def generate(
     chat: bool = False,
     system: str | None = None,
     batch_size: int = 16,
+    parse_specials: bool = True,
 ) -> list[Completion]:
     """Returns a completion for each prompt, as `overland generate` prints it.
 
@@ -49,6 +50,8 @@ def generate(
         chat: Whether prompts are questions, formatted with the model's chat template.
         system: The system prompt, with `chat`.
         batch_size: Number of prompts processed together.
+        parse_specials: Whether names of special tokens in texts to continue stand for the tokens,
+            as in transformers. In questions (`chat`) they are always text.
     """
     sampling = Sampling(
         number(temperature, "temperature"),
@@ -64,7 +67,7 @@ def generate(
     batch_size = integer(batch_size, "batch_size", least=1)
     stop = texts(stop, "stop")
     opened = model if isinstance(model, OpenModel) else open_model(path_of(model, "model"))
-    asking = Asking(opened, sampling, num_tokens, stop, chat, system)
+    asking = Asking(opened, sampling, num_tokens, stop, chat, system, parse_specials)
     return list(asking.answers(given, batch_size))
 
 
@@ -73,10 +76,11 @@ class Asking:
 
     def __init__(
         self, opened: OpenModel, sampling: Sampling, num_tokens: int, stop: Sequence[str],
-        chat: bool, system: str | None,
+        chat: bool, system: str | None, parse_specials: bool = True,
     ) -> None:  # fmt: skip
         self.opened, self.sampling, self.num_tokens = opened, sampling, num_tokens
         self.stop, self.chat, self.system = stop, chat, system
+        self.parse_specials = parse_specials
 
     def answers(
         self, prompts: Sequence[Prompt], batch_size: int, done: Done = lambda count: None,
@@ -104,7 +108,7 @@ class Asking:
 
     def encoded(self, prompt: Prompt) -> list[int]:
         if not self.chat and not prompt.messages:
-            return self.opened.tokenizer.encode_prompt(prompt.text)
+            return encode_prompt(self.opened.tokenizer, prompt.text, self.parse_specials)
         if not prompt.messages:
             return prompt_of(self.opened, turns_of(prompt.text, self.system))
         has_system = self.system is None or prompt.messages[0]["role"] == "system"

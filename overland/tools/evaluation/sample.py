@@ -18,6 +18,7 @@ from overland.parallel.sharding import reshard
 from overland.run_folder import RunFolder
 from overland.tools.evaluation.generate import Generator
 from overland.tools.evaluation.model import OpenModel
+from overland.tools.evaluation.prompts import encode_prompt
 from overland.tools.evaluation.sampling import Sampling
 from overland.training.callbacks import Callback, Record
 from overland.words import visible
@@ -91,7 +92,7 @@ def sample(run: Run, tokenizer: Tokenizer) -> str:
     if is_asked:
         given, end_id = question(run.config, tokenizer, prompt), end_of_turn(run.config, tokenizer)
     else:
-        given, end_id = tokenizer.encode_prompt(prompt), tokenizer.end_id
+        given, end_id = encode_prompt(tokenizer, prompt), tokenizer.end_id
     ends = () if end_id is None else (end_id,)
     model = run.model.parts[0].eval()
     dtype = next(model.parameters()).dtype
