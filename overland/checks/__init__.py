@@ -77,6 +77,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     ),
     (files.check_validation_data, ("validation", "data")),
     (machine.check_comm_backend, ("comm.backend",)),
+    (machine.check_algorithms, ("comm.backend",)),
     (machine.check_schedule, ("parallelism",)),
     (machine.check_float8, ("training.float8",)),
     (machine.check_packages, ("metrics.enable_wandb",)),

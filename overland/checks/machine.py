@@ -3,6 +3,8 @@ attention kernels, devices, optional packages."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,6 +26,20 @@ def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
     lack = _lack_of(backend)
     if lack:
         yield Problem(lack, loaded.where(key), key, backend, kind="machine")
+
+
+def check_algorithms(loaded: Loaded) -> Iterator[Problem]:
+    """Notes a value of NCCL_ALGO that is not a list of algorithms, such as "TREE or RING", which a
+    widely copied launch line has where a choice is meant."""
+    value = os.environ.get("NCCL_ALGO", "")
+    names = re.split(r"[,;:^@]", value)
+    if not all(not name or name.lower() in ALGORITHMS for name in names):
+        message = "is not a list of algorithms, which NCCL may refuse; write Tree,Ring, or unset it"
+        yield Problem(message, "environment", "NCCL_ALGO", value, kind="note")
+
+
+ALGORITHMS = ("tree", "ring", "collnet", "collnetdirect", "collnetchain", "nvls", "nvlstree", "pat",
+              "allreduce", "allgather", "reducescatter", "broadcast", "reduce")  # fmt: skip
 
 
 def check_packages(loaded: Loaded) -> Iterator[Problem]:

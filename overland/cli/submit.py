@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
     from overland.tools.jobs.job import JobRequest, RunPlace
+    from overland.tools.jobs.site import NamedSite
 
 
 class Submit(TyperCommand):
@@ -64,7 +65,11 @@ def submit(
         str | None, typer.Option(help="Container image to run in, such as overland.sif.")
     ] = None,
     packed_env: Annotated[
-        str | None, typer.Option(help="A conda-pack .tar.gz to unpack on each node's disk.")
+        str | None,
+        typer.Option(
+            help="A conda-pack .tar.gz to unpack on each node's disk; default: that of setup.sh, "
+            "if there is one; none: import from where Python is."
+        ),
     ] = None,
     env: Annotated[
         list[str] | None,
@@ -123,7 +128,7 @@ def submit(
         name=name,
         devices_per_node=devices_per_node,
         container=image(container),
-        packed_env=archive(packed_env),
+        packed_env=archive(None if packed_env == "none" else packed_env),
         env_names=tuple(env or ()),
         sbatch=sbatch,
         preflight=preflight,
@@ -135,6 +140,8 @@ def submit(
                 f"--env {variable}: this variable is not set here, so it cannot be passed on"
             )
     chosen = load_site(site)
+    if packed_env is None:
+        wanted = with_packed_python(chosen, wanted)
     if evaluation:
         from overland.cli.submit_eval import submit_evaluation
 
@@ -290,6 +297,32 @@ def archive(name: str | None) -> str | None:
     return str(path)
 
 
+MANY_NODES = 8  # with so many, imports from Lustre took 51 s on Frontier, and 2 s from local disks
+
+
+def with_packed_python(site: NamedSite, wanted: JobRequest) -> JobRequest:
+    """Returns the request with the environment that the site's setup script packed, for a job of
+    several nodes with disks of their own; reports what is used."""
+    from overland.tools.jobs.script import packed_by_setup
+
+    num_nodes = wanted.nodes + wanted.spares
+    if num_nodes == 1 or wanted.container or not site.facts.disk.node_local:
+        return wanted
+    packed = packed_by_setup()
+    if packed is not None:
+        words = f"Python is copied to each node's disk from {packed} (--packed-env)"
+    elif num_nodes >= MANY_NODES:
+        words = (
+            f"{num_nodes} nodes import Python from {sys.prefix}, which is slow on a shared file "
+            f"system; the script of `overland env {site.name}` packs it for --packed-env (a file "
+            "that is older than the environment is not used)"
+        )
+    else:
+        return wanted
+    print(f"note: {words}", file=sys.stderr)
+    return replace(wanted, packed_env=str(packed) if packed else None)
+
+
 @user_errors
 def env(
     site: Annotated[
@@ -298,15 +331,23 @@ def env(
             help="Name or file of a site.", show_default=False, autocompletion=complete_site
         ),
     ] = None,
+    job: Annotated[
+        bool,
+        typer.Option("--job", help="What a job needs instead: modules, network and caches."),
+    ] = False,
 ) -> None:
-    """Print the one-time setup script for a cluster, commented: overland env SITE > setup.sh"""
-    from overland.tools.jobs.script import render_setup
+    """Print the one-time setup script for a cluster, commented: overland env SITE > setup.sh
+
+    With --job, print the lines for a job script of your own. They install nothing:
+    eval "$(overland env SITE --job)"
+    """
+    from overland.tools.jobs.script import render_session, render_setup
     from overland.tools.jobs.site import load_site
 
     if site is None:
         print(list_sites())
         return
-    print(render_setup(load_site(site)), end="")
+    print((render_session if job else render_setup)(load_site(site)), end="")
 
 
 @user_errors

@@ -315,6 +315,14 @@ def test_products_in_8_bits_need_a_gpu_that_has_them(
     assert problems("training.float8=off") == []
 
 
+def test_a_choice_of_algorithms_written_as_a_value_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value, is_noted in (("TREE or RING", True), ("Tree,Ring", False), ("^NVLS", False)):
+        monkeypatch.setenv("NCCL_ALGO", value)
+        assert any("NCCL_ALGO" in one for one in problems()) == is_noted
+
+
 @pytest.mark.parametrize(
     ("patterns", "says"),
     [

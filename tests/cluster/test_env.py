@@ -43,6 +43,20 @@ def test_frontiers_setup_has_modules_plugin_and_flash_attention() -> None:
     assert "conda-pack" in text
 
 
+def test_wheels_are_for_the_rocm_whose_module_jobs_load() -> None:
+    frontier = load_site("frontier")
+    (module,) = (one for one in frontier.facts.modules if one.startswith("rocm/"))
+    assert f"rocm=${{ROCM:-{'.'.join(module[5:].split('.')[:2])}}}" in render_setup(frontier)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_what_a_job_needs_is_good_bash_and_installs_nothing(site: str) -> None:
+    done = CliRunner().invoke(app, ["env", site, "--job"])
+    assert_good_bash("#!/bin/bash\n" + done.stdout)
+    assert not re.search(r"pip|conda|git clone|mkdir", done.stdout)
+    assert all(f"export {name}=" in done.stdout for name in load_site(site).facts.environment)
+
+
 def test_the_verb_prints_the_script_and_nothing_else() -> None:
     done = CliRunner().invoke(app, ["env", "generic-amd"])
     assert done.exit_code == 0

@@ -19,6 +19,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from overland.cli.main import app
+from overland.cli.submit import with_packed_python
 from overland.config.load import load_config
 from overland.config.write import write_config
 from overland.errors import ClusterError
@@ -128,6 +129,26 @@ def test_a_packed_environment_is_copied_to_every_nodes_disk() -> None:
     assert 'exec "$node_env/bin/python" -P -m overland supervise' in text
     with pytest.raises(ClusterError, match="generic-amd names no node-local disk"):
         make_job("generic-amd", place(RUN), packed_env="/scratch/env.tar.gz")
+
+
+def test_the_environment_that_setup_packed_is_used_unless_it_is_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = tmp_path / "scratch/envs/overland"
+    installed = prefix / "lib/site-packages"
+    installed.mkdir(parents=True)
+    (tmp_path / "scratch/overland.sh").touch()
+    packed = tmp_path / "scratch/overland-env.tar.gz"
+    packed.touch()
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(installed))
+    site, wanted = load_site("frontier"), JobRequest(nodes=64)
+    assert with_packed_python(site, wanted).packed_env == str(packed)
+    assert with_packed_python(site, replace(wanted, nodes=1)).packed_env is None
+    assert with_packed_python(site, replace(wanted, container="a.sif")).packed_env is None
+    assert with_packed_python(load_site("generic-amd"), wanted).packed_env is None
+    os.utime(packed, (1, 1))
+    assert with_packed_python(site, wanted).packed_env is None
 
 
 SBCAST = """\

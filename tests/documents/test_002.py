@@ -232,6 +232,7 @@ def test_a_train_script_outside_of_a_job_submits_one(tmp_path: Path) -> None:
     assert "#SBATCH --partition=extended\n" in said
     assert 'NCCL_SOCKET_IFNAME="hsn0"' in said
     assert 'GLOO_SOCKET_IFNAME="hsn0"' in said
+    assert "64 nodes import Python from" in said  # nothing is packed here
     large = typed("./train_8B_n640.sh --dry-run", tmp_path, SBATCH_ACCOUNT="abc")
     assert "#SBATCH --nodes=644\n" in large
     assert "--nodes 640" in large

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 
 from overland.data.tokenizer import Tokenizer
 from tests.checkpoint.convert.test_peft import BASE, deepspeed_of, folder_of
-from tests.cli.processes import environment, losses, overland
+from tests.cli.processes import LIMIT_SECONDS, environment, losses, overland
+from tests.cli.test_offline import namespace
 from tests.cluster.slurm import Slurm
 from tests.data.chats import ROLES, write_tokenizer
 from tests.documents.scripts import copied, shown, typed
@@ -42,20 +44,74 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+SITE = """\
+description = "virtual nodes"
+accelerator = "none"
+modules = ["rocm/7.1.1"]
+[environment]
+OMP_NUM_THREADS = "1"
+GLOO_SOCKET_IFNAME = "lo"
+"""
+INSTALLERS = ("pip", "conda", "git", "curl")
+
+
+def tools(folder: Path, *more: str) -> str:
+    """A PATH in which installers fail and say so in a file, after programs of `more`, which say how
+    they were called."""
+    place = folder / "tools"
+    place.mkdir(exist_ok=True)
+    for name in (*INSTALLERS, *more):
+        text = f'#!/bin/bash\necho "{name} $*" >>{folder}/called\n'
+        text += "exit 1\n" if name in INSTALLERS else f"env >{folder}/env\n"
+        (place / name).write_text(text)
+        (place / name).chmod(0o755)
+    return f"{place}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def test_the_job_gets_modules_network_and_caches_and_installs_nothing(tmp_path: Path) -> None:
+    """With setup.sh as the page makes it, and without a network."""
+    copied("frontier-sft", tmp_path)
+    typed("overland env frontier > setup.sh", tmp_path)
+    path = tools(tmp_path, "module", "srun", "scontrol")
+    job = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7"}
+    env = environment(PATH=path, SCRATCH_ROOT=str(tmp_path), USER="me", **job)
+    done = subprocess.run(
+        [*namespace(), "bash", "launch_deepspeed_ft.slurm", "training.steps=3"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    called = (tmp_path / "called").read_text().splitlines()
+    assert [line.split()[0] for line in called] == ["module", "module", "scontrol", "srun"]
+    assert called[1].startswith("module load ")
+    assert "rocm/" in called[1]
+    assert " -c 7 " in called[-1]
+    assert called[-1].endswith("python -u sft_llama_ds.py training.steps=3")
+    ranks = (tmp_path / "env").read_text().splitlines()
+    for line in ("NCCL_SOCKET_IFNAME=hsn0", "GLOO_SOCKET_IFNAME=hsn0", "HF_HUB_OFFLINE=1",
+                 "MIOPEN_USER_DB_PATH=/tmp/me-7-miopen"):  # fmt: skip
+        assert line in ranks
+
+
 @pytest.fixture(scope="module")
 def log(folder: Path, slurm: Slurm) -> str:
-    """What the job of `sbatch launch_deepspeed_ft.slurm` says, on two nodes."""
+    """What the job of `sbatch launch_deepspeed_ft.slurm` says, on two nodes. The user has made
+    setup.sh before."""
+    typed("overland env frontier > setup.sh", folder)
+    (folder / "sites").mkdir()
+    (folder / "sites/frontier.toml").write_text(SITE)
     env = environment(
         SCRATCH_ROOT=str(folder / "scratch"),
         RANKS_PER_NODE="1",
         SRUN_FLAGS=" ",
-        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        PATH=tools(folder, "module"),
     )
     said = slurm.run("sbatch", "--parsable", "launch_deepspeed_ft.slurm", env=env, cwd=folder)
     job = int(said)
     out, errors = (folder / f"logs/finetune_llama3_ds-{job}.{end}" for end in "oe")
     shown = slurm.wait_for(job, lambda: errors.read_text() if errors.exists() else "")
     assert " JobState=COMPLETED " in shown, out.read_text() + errors.read_text()
+    called = (folder / "called").read_text()
+    assert called == "module reset\nmodule load rocm/7.1.1\n"
     return out.read_text()
 
 

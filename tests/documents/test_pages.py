@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from overland.config.load import load_config
-from tests.documents.scripts import copied, page_commands, shown, typed_in_tests
+from tests.cli.processes import ROOT
+from tests.documents.scripts import copied, page_commands, shown, typed, typed_in_tests
 from tests.hub.server import Hub
 
 PAGES = ("stub", "torchtitan", "frontier", "fsdp-playground", "frontier-sft")
@@ -81,6 +83,19 @@ def test_what_the_walkthrough_needs_is_fetched_where_it_looks(hub: Hub, tmp_path
     ):
         assert (scratch / file).is_file(), file
     assert not (scratch / "llama-tokenizers-cache/model.safetensors").exists()
+
+
+def test_the_hubs_own_command_takes_the_words_of_the_page(hub: Hub, tmp_path: Path) -> None:
+    """huggingface-cli, which the document has, no longer downloads anything."""
+    page = (ROOT / "docs/coming-from/frontier-sft.md").read_text()
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+    hub.add("meta-llama/Meta-Llama-3-8B", files)
+    lines = re.findall(r"`(hf download [^`]+)`", page)
+    assert len(lines) == 3
+    (line,) = (line for line in lines if "tokenizer" in line)
+    typed(line, tmp_path, HF_ENDPOINT=hub.url, SCRATCH_ROOT=str(tmp_path), HF_HUB_DISABLE_XET="1")
+    found = [path.name for path in (tmp_path / "llama-tokenizers-cache").glob("*.json")]
+    assert found == ["tokenizer.json"]
 
 
 def test_the_walkthroughs_recipe_becomes_a_job(tmp_path: Path) -> None:

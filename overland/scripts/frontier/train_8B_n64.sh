@@ -5,7 +5,9 @@
 #   sbatch train_8B_n64.sh                 one session; the same line again resumes
 #   ./train_8B_n64.sh --sessions 10        a chain of ten, with `overland submit`
 #
-# Set CONFIG_FILE for another config; settings may follow, such as optimizer.lr=3e-4.
+# Set CONFIG_FILE for another config; settings may follow, such as optimizer.lr=3e-4. Python and the
+# tokenized text are on each node's own disk: Python as setup.sh packed it (--packed-env none imports
+# from where it is), the text by data.cache_folder.
 #SBATCH --job-name=train_llama_8B_n64
 #SBATCH --output=train_llama_8B_n64_%j.out
 #SBATCH --partition=extended
@@ -22,4 +24,5 @@
 #SBATCH --signal=USR1@180
 
 exec overland submit "${CONFIG_FILE:-./train_configs/llama3_8b_n64.toml}" --site frontier --partition extended \
-    --nodes "${SLURM_JOB_NUM_NODES:-64}" ${SLURM_JOB_ID:+--here} "$@"
+    --nodes "${SLURM_JOB_NUM_NODES:-64}" ${SLURM_JOB_ID:+--here} \
+    "data.cache_folder=/mnt/bb/$USER/overland" "$@"

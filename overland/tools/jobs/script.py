@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from overland.errors import ClusterError
 from overland.packages import need
 from overland.slurm import MOST_RESTARTS
 from overland.tools.jobs.job import BatchJob, sbatch_words
-from overland.tools.jobs.site import NamedSite
+from overland.tools.jobs.site import NamedSite, Site
 from overland.words import control_character
 
 GUARDS = 3  # at most; a job that loses its first node and all guards stays as an empty shell
@@ -65,9 +67,34 @@ def render_setup(site: NamedSite) -> str:
         site=site,
         facts=facts,
         setup=facts.setup,
-        rocm=facts.setup.rocm or DEFAULT_ROCM,
+        rocm=rocm_version(facts),
         source=_source(),
     )
+
+
+def render_session(site: NamedSite) -> str:
+    """Returns what a job script of one's own needs of a site: modules, network variables and
+    caches. It installs nothing, and needs no network."""
+    return template("session.sh.j2").render(site=site, facts=site.facts, place=None)
+
+
+def rocm_version(facts: Site) -> str:
+    """Returns the ROCm version that wheels are installed for: that of the module they are loaded
+    with, since RCCL's network plugin is built for it."""
+    found = [re.match(r"rocm/(\d+\.\d+)", module) for module in facts.modules]
+    loaded = next((one[1] for one in found if one), None)
+    return loaded or facts.setup.rocm or DEFAULT_ROCM
+
+
+def packed_by_setup() -> Path | None:
+    """Returns the packed environment that the setup script made of this Python, if it is newer than
+    everything installed since."""
+    session = session_file()
+    archive = session and session.with_name("overland-env.tar.gz")
+    if archive is None or not archive.is_file():
+        return None
+    installed = Path(sysconfig.get_path("purelib")).stat().st_mtime
+    return archive if archive.stat().st_mtime >= installed else None
 
 
 @functools.cache

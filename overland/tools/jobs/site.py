@@ -92,7 +92,7 @@ class Setup(Section):
     modules: list[str] = []
     """Modules that only the setup needs, in addition to the job's."""
     rocm: str | None = None
-    """Version of the ROCm wheels."""
+    """Version of the ROCm wheels, if `modules` has no rocm/VERSION, which they follow."""
     gpu_arch: str | None = None
     """GPU architecture that kernels are built for."""
     network_plugin: Literal["module", "build"] | None = None
