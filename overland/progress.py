@@ -39,13 +39,15 @@ def progress_bar(
         yield Bar()
         return
     from rich import progress
-    from rich.console import Console
+
+    from overland.console import SafeConsole
 
     counts: dict[Unit, list[Any]] = {
         "things": [progress.MofNCompleteColumn(), progress.TimeRemainingColumn()],
         "bytes": [progress.DownloadColumn(), progress.TimeRemainingColumn()],
         "share": [progress.TaskProgressColumn()],
     }
-    columns = (progress.BarColumn(), *counts[unit], progress.TextColumn("{task.description}"))
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
+    what_column = progress.TextColumn("{task.description}", markup=False)
+    columns = (progress.BarColumn(), *counts[unit], what_column)
+    with progress.Progress(*columns, console=SafeConsole(stderr=True), transient=True) as drawn:
         yield Bar(drawn, drawn.add_task(what, total=total))

@@ -5,42 +5,33 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-# Control characters, surrogates, and line and paragraph separators: in a name they are a mistake or
-# an attack.
-_REFUSED = ("Cc", "Cs", "Zl", "Zp")
+# Control characters, surrogates, line and paragraph separators, and marks that reverse the order of
+# the letters around them: in a name they are a mistake or an attack.
+_REFUSED = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff\u2028-\u202e\u2066-\u2069]")
 
 
 def control_character(text: str) -> str | None:
     """Returns the first control character in `text`, as Python writes it; None if there is none."""
-    for letter in text:
-        if unicodedata.category(letter) in _REFUSED:
-            return repr(letter)
-    return None
+    found = _REFUSED.search(text)
+    return repr(found[0]) if found else None
 
 
 def visible(text: str) -> str:
     """Returns `text` safe for a terminal: newlines and tabs stay, other control characters are
     escaped."""
-    return _escaped(text, "\n\t")
+    return _REFUSED.sub(lambda one: one[0] if one[0] in "\n\t" else repr(one[0])[1:-1], text)
 
 
 def on_one_line(text: str) -> str:
     """Returns `text` safe for a line of a table: all control characters are escaped."""
-    return _escaped(text, "")
-
-
-def _escaped(text: str, kept: str) -> str:
-    return "".join(
-        letter if letter in kept or control_character(letter) is None else repr(letter)[1:-1]
-        for letter in text
-    )
+    return _REFUSED.sub(lambda one: repr(one[0])[1:-1], text)
 
 
 def size(num_bytes: float) -> str:

@@ -33,9 +33,9 @@ def reference(
     if as_json:
         print(json.dumps(reference_rows(word), indent=2))
     elif sys.stdout.isatty():
-        from rich.console import Console
+        from overland.console import SafeConsole
 
-        console = Console()
+        console = SafeConsole()
         for table in reference_tables(word):
             console.print(table)
     else:

@@ -37,8 +37,7 @@ def preview(
 ) -> None:
     """Show exactly what the model sees at a step: one color per document, dim where no loss is
     taken. In conversations, only what is learned is bright, and special tokens are reversed."""
-    from rich.console import Console
-
+    from overland.console import SafeConsole
     from overland.errors import DataError
     from overland.tools.dataset import open_step
 
@@ -46,7 +45,7 @@ def preview(
     size = loaded.plan.segment(batch).global_batch_size
     if row >= size:
         raise DataError(f"there is no row {row}: the batch of step {step} has rows 0 to {size - 1}")
-    screen = Console(highlight=False, soft_wrap=True)
+    screen = SafeConsole(highlight=False, soft_wrap=True)
     for page in pages(loaded, batch, row, rows):
         if as_json:
             print(json.dumps(page))

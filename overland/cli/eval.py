@@ -16,7 +16,6 @@ import typer
 from overland.cli.common import user_errors
 from overland.cli.eval_tables import tables
 from overland.run_folder import CONFIG, LOGS
-from overland.words import visible
 from overland.world.signals import end_at_signal
 
 STOPPED_WORDS = "stopped; finished parts are saved, and the same command resumes"
@@ -212,7 +211,7 @@ def evaluate(
             print(json.dumps(results, indent=2))
             return
         shown = tables(results, is_sweep=steps is not None, advises=prefix is Prefix.auto)
-        print(*map(visible, shown), sep="\n\n")
+        print(*shown, sep="\n\n")
 
 
 def check_together(words: Any) -> None:  # a Context of typer, or of the click that it bundles

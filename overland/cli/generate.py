@@ -13,7 +13,7 @@ import typer
 
 from overland.cli.common import user_errors
 from overland.progress import progress_bar
-from overland.words import visible
+from overland.streams import raw
 
 if TYPE_CHECKING:
     from overland.tools.evaluation.answers import Asking
@@ -192,7 +192,7 @@ def stream(asked: Asked, asking: Asking, prompt: Prompt) -> None:
     """Prints the continuation of a prompt while it is generated."""
     ids = asking.encoded(prompt)
     generator = asked.generator(1, len(ids) + asked.num_tokens)
-    print(visible(beginning(asked, prompt)), end="", flush=True)
+    print(beginning(asked, prompt), end="", flush=True)
     pieces = generator.stream(
         ids, max_new_tokens=asked.num_tokens, sampling=asked.sampling,
         end_ids=asking.end_ids([prompt]), stop=asked.stop,
@@ -217,7 +217,7 @@ def show(asked: Asked, prompt: Prompt, one: Completion) -> None:
 def show_json(prompt: str, text: str, one: Completion) -> None:
     """Prints one record and flushes it, since the reader may be waiting for it."""
     record = {"prompt": prompt, "text": text, "reason": one.reason, "tokens": len(one.ids)}
-    print(json.dumps(record, ensure_ascii=False), flush=True)
+    say([json.dumps(record, ensure_ascii=False)])
 
 
 def converse(asked: Asked) -> None:
@@ -287,13 +287,13 @@ def stripped(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def say(pieces: Iterable[str]) -> None:
-    """Prints a text as it arrives, then a newline. On a terminal, control characters are made
-    visible."""
-    is_terminal = sys.stdout.isatty()
+    """Prints a text as it arrives, then a newline. A file gets it as it is; on a terminal, control
+    characters are made visible."""
+    stream = sys.stdout if sys.stdout.isatty() else raw(sys.stdout)
     for piece in pieces:
-        print(visible(piece) if is_terminal else piece, end="", flush=True)
-    print()
+        print(piece, end="", file=stream, flush=True)
+    print(flush=True)
 
 
 def note(text: str) -> None:
-    print(visible(text), file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -15,6 +15,7 @@ import typer
 
 from overland.cli.common import user_errors
 from overland.progress import progress_bar
+from overland.streams import raw
 from overland.words import number_of
 
 if TYPE_CHECKING:
@@ -218,15 +219,16 @@ def push(
     HF_TOKEN are respected."""
     from overland.tools.hub.push import push as push_files
 
-    done = push_files(
-        folder.expanduser(),
-        name,
-        repo_type=repo_type.value,
-        private=private,
-        revision=revision,
-        message=message,
-        bars=sys.stderr.isatty(),
-    )
+    with redirect_stderr(raw(sys.stderr)):  # where the client of the Hub draws its bars
+        done = push_files(
+            folder.expanduser(),
+            name,
+            repo_type=repo_type.value,
+            private=private,
+            revision=revision,
+            message=message,
+            bars=sys.stderr.isatty(),
+        )
     size = sum(done.files.values())
     if as_json:
         facts = {"commit": done.commit, "url": done.url, "files": done.files, "bytes": size}

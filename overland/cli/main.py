@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import os
-import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import overland
 from overland.cli import (
@@ -30,9 +28,42 @@ from overland.cli import (
 )
 from overland.cli.common import TAKES_SETTINGS
 from overland.cli.examples import add_help
+from overland.streams import guard_streams
+
+# Names of other tools, and what is meant here.
+OTHER_NAMES = {
+    **dict.fromkeys(
+        ("finetune", "fine-tune", "sft", "dpo", "lora", "pretrain", "resume", "run"),
+        "train` with a config, or a recipe of `overland init",
+    ),
+    "chat": "generate MODEL --chat",
+    **dict.fromkeys(("sample", "infer", "inference", "complete", "predict"), "generate"),
+    **dict.fromkeys(("evaluate", "test", "benchmark", "perplexity"), "eval"),
+    **dict.fromkeys(("merge", "export"), "convert"),
+    **dict.fromkeys(("tokenize", "preprocess", "prepare"), "data build"),
+    **dict.fromkeys(("list", "runs"), "ls"),
+    "download": "fetch",
+    "upload": "push",
+    "validate": "check",
+    "launch": "submit",
+    "status": "watch",
+    "plot": "report",
+}
+
+
+class Verbs(TyperGroup):
+    """Names the verb that is meant by a word of another tool."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and (verb := OTHER_NAMES.get(args[0].lower())):
+            ctx.fail(f"No such command '{args[0]}'. Use `overland {verb}`.")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="overland",
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train and fine-tune large models on any machine; stop at any point and resume exactly.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -89,23 +120,13 @@ add_help(app)
 
 
 def main() -> None:
-    mend_streams()
+    guard_streams()
     app()
-
-
-def mend_streams() -> None:
-    """Prints `?` for letters that the terminal's encoding lacks, and nothing into a closed stream,
-    instead of ending a run."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def run(*words: str) -> None:
     """Runs a verb from a script; if the verb fails, the script exits."""
+    guard_streams()
     try:
         app(list(words))
     except SystemExit as end:

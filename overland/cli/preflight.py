@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from overland.cli.common import user_errors
+from overland.streams import raw
 
 if TYPE_CHECKING:
     from overland.tools.preflight.conduct import PreflightSettings
@@ -51,7 +53,7 @@ def preflight(
         return
     if save is not None:
         report.save(save)
-    print(report.to_json() if as_json else report.table())
+    print(report.to_json() if as_json else report.table(), file=raw(sys.stdout))  # with colors
     raise typer.Exit(0 if report.is_good else BAD)
 
 

@@ -68,8 +68,7 @@ def watch(
     With --once, the exit code gives the state: 0 alive or finished, 1 stopped or failed, 2 nothing
     to watch, 3 no sign of life.
     """
-    from rich.console import Console
-
+    from overland.console import SafeConsole
     from overland.errors import NoRun
     from overland.tools.watch.listing import newest_run
     from overland.tools.watch.view import draw
@@ -93,7 +92,7 @@ def watch(
     if as_json:
         print(json.dumps(finite(asdict(seen)), indent=1))
     else:
-        console = Console()
+        console = SafeConsole()
         console.print(draw(seen, console.width))
     raise typer.Exit(EXIT_CODES.get(seen.state, 0))
 
@@ -112,12 +111,12 @@ def serve_page(runs: list[Path], port: int) -> None:
 
 def follow(watched: Watch, interval: float) -> None:
     """Shows the run until it is finished, or until q or Ctrl-C."""
-    from rich.console import Console
     from rich.live import Live
 
+    from overland.console import SafeConsole
     from overland.tools.watch.view import draw, finished_words
 
-    console = Console()
+    console = SafeConsole()
     seen = watched.look()
     try:
         with (

@@ -23,6 +23,7 @@ from overland.data.prepare import Dataset, planned_data, training_data
 from overland.data.tokenizer import Tokenizer
 from overland.models.registry import model_config
 from overland.run_folder import CONFIG, PLAN, RunFolder
+from overland.words import visible
 
 if TYPE_CHECKING:
     from overland.data.batch import Batch
@@ -112,7 +113,7 @@ def _of_config(config: JobConfig, preparer: Preparer) -> Dataset:
 
 
 def _say(message: str) -> None:
-    print(message, file=sys.stderr)
+    print(visible(message), file=sys.stderr)
 
 
 def global_batch_size(config: JobConfig) -> int:

@@ -23,6 +23,7 @@ from overland.config.validate import validate_again
 from overland.errors import Kind, TrainingError
 from overland.run_folder import LOGS, RunFolder, fresh_folder
 from overland.training.history import History
+from overland.words import visible
 from overland.world import World
 from overland.world.devices import available_memory, device_type
 from overland.world.heartbeat import Heartbeat, Phase
@@ -117,7 +118,7 @@ def train(
     notes = require(Loaded(config, [], "the config", places), num_ranks)
     if not quiet and (world is None or world.is_first):
         for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+            print(visible(f"note: {note}"), file=sys.stderr)
     printing = [] if quiet else [0]
     if world is None and num_ranks > 1:
         return _train_on(config, num_ranks, printing)
@@ -156,7 +157,7 @@ def train_rank(
         result, words = _train_among_ranks(config, world, screen)
     if words and printing:
         try:
-            print(words, flush=True)
+            print(visible(words), flush=True)
         except BrokenPipeError:  # everything is saved
             fall_silent()
     beat.enter(Phase.FINISHED if result.finished else Phase.STOPPED)

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
-from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from overland.config.schema import JobConfig
+from overland.console import SafeConsole
 from overland.words import clock, duration
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Phase
@@ -30,7 +30,7 @@ NO_TERMINALS = ("dumb", "unknown")
 Line = Callable[[int], Text]
 
 
-class PatientConsole(RichConsole):
+class PatientConsole(SafeConsole):
     """A console whose reader may go away, as `tee` does at Ctrl-C: the run goes on, and saves."""
 
     def on_broken_pipe(self) -> None:  # rich would end the process
@@ -57,9 +57,7 @@ class Screen:
         self.trains = False
         """Whether steps are running, during which the phase changes all the time."""
         self._prefix = f"[rank {rank}] " if rank else ""
-        self._console = PatientConsole(
-            no_color=no_color or None, highlight=False, soft_wrap=True, emoji=False
-        )
+        self._console = PatientConsole(no_color=no_color or None, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._closed = threading.Event()
 
@@ -106,7 +104,7 @@ class Screen:
             with suppress(OSError):  # a closed terminal must not end the run before it saves
                 if isinstance(text, str):
                     text = self._prefix + text
-                self._console.print(text, markup=False)
+                self._console.print(text)
 
     def waiting(self, width: int) -> Text:
         """Returns a line with the current activity and how long it has taken so far."""

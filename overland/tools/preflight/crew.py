@@ -242,9 +242,9 @@ class Phases:
         self._what, self._total = "", 0
         self._since = time.monotonic()
         if sys.stderr.isatty():
-            from rich.console import Console
+            from overland.console import SafeConsole
 
-            self._status = Console(stderr=True).status("preflight")
+            self._status = SafeConsole(stderr=True).status("preflight")
             self._status.start()
 
     def begin(self, what: str, total: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from overland.files import replace_file
 from overland.tools.preflight.tournament import Match
+from overland.words import visible
 
 FULL_TABLE = 32  # nodes; if there are more, only bad ones are shown
 PLAIN_WIDTH = 160
@@ -47,11 +48,11 @@ class Report:
 
     def table(self) -> str:
         """Returns a table with one row per node, and a summary."""
-        from rich.console import Console
+        from overland.console import SafeConsole
 
         shown = self.nodes if len(self.nodes) <= FULL_TABLE else list(self.bad)
         is_terminal = sys.stdout.isatty()
-        console = Console(
+        console = SafeConsole(
             file=io.StringIO(),
             force_terminal=is_terminal,
             width=None if is_terminal else PLAIN_WIDTH,
@@ -59,7 +60,7 @@ class Report:
         with console.capture() as captured:
             if shown:
                 console.print(_table(self, shown))
-        return captured.get() + self.summary()
+        return captured.get() + visible(self.summary())
 
     def summary(self) -> str:
         count = len(self.nodes)
@@ -76,8 +77,8 @@ class Report:
 
 
 def _table(report: Report, nodes: list[str]) -> Any:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("node", no_wrap=True)
@@ -98,7 +99,7 @@ def _table(report: Report, nodes: list[str]) -> Any:
         table.add_row(
             node,
             *_numbers(report, node),
-            "good" if verdict is None else f"[red]bad[/]: {escape(verdict)}",
+            "good" if verdict is None else Text.assemble(("bad", "red"), f": {verdict}"),
         )
     return table
 

@@ -1,0 +1,81 @@
+"""Makes everything that a command prints safe to print: names, descriptions and files may come from
+others, and a terminal obeys the control characters in them.
+
+Only what is drawn on purpose goes around this, by `raw`: colors, progress bars, and generated text
+in a file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import sys
+from typing import Any, TextIO, cast
+
+from overland.words import visible
+
+ASCII = {"…": "...", "–": "-", "—": "-", "→": "->", "×": "x", "·": ".", "●": "*", "◆": "o",
+         "│": "|", "━": "-", "⟦": "[[", "⟧": "]]", "≤": "<=", "≥": ">=", "⁻": "-"}  # fmt: skip
+UPPER_DOTS = 0b00011011  # of a character of braille, in which `overland watch` draws its curve
+
+
+class VisibleStream(io.TextIOWrapper):
+    """Escapes control characters. It writes to the buffer of the stream that it stands in for,
+    which also closes it."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        stream.flush()
+        super().__init__(
+            stream.buffer, stream.encoding, "overland",
+            line_buffering=stream.line_buffering, write_through=stream.write_through,
+        )  # fmt: skip
+        self._stands_in_for = stream
+
+    def write(self, text: str) -> int:
+        super().write(visible(text))
+        return len(text)
+
+    def close(self) -> None:
+        self.flush()
+
+
+class _Raw:
+    def __init__(self, stream: VisibleStream) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return io.TextIOWrapper.write(self._stream, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def raw(stream: TextIO) -> TextIO:
+    """Returns the same stream without the escapes."""
+    return cast("TextIO", _Raw(stream)) if isinstance(stream, VisibleStream) else stream
+
+
+def guard_streams() -> None:
+    """Escapes control characters in all output, replaces letters that the encoding of the stream
+    lacks, and prints nothing into a closed stream, instead of ending a run."""
+    codecs.register_error("overland", _in_ascii)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, io.TextIOWrapper) and not isinstance(stream, VisibleStream):
+            setattr(sys, name, VisibleStream(stream))
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    missing = error.object[error.start : error.end]
+    return "".join(_equivalent(letter) for letter in missing), error.end
+
+
+def _equivalent(letter: str) -> str:
+    if 0x2800 <= ord(letter) < 0x2900:
+        dots = ord(letter) - 0x2800
+        return " '.:"[bool(dots & UPPER_DOTS) + 2 * bool(dots & ~UPPER_DOTS)]
+    return ASCII.get(letter, "?")
