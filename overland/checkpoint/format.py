@@ -273,7 +273,13 @@ def name_of_part(
 def marker(index: bytes, about: dict[str, Any]) -> bytes:
     """Returns the contents of COMMITTED, with checksums of the index and of itself."""
     document = {**about, "index_bytes": len(index), "index_crc32": zlib.crc32(index)}
-    return (json.dumps({**document, "crc32": _sum_of(document)}, indent=2) + "\n").encode()
+    return _marker_text({**document, "crc32": _sum_of(document)})
+
+
+def is_marker_exact(text: bytes) -> bool:
+    """Whether COMMITTED has every byte as written; white space, say, changes nothing that it
+    holds."""
+    return text == _marker_text(json.loads(text))
 
 
 def parse_marker(text: bytes) -> dict[str, Any]:
@@ -286,6 +292,10 @@ def parse_marker(text: bytes) -> dict[str, Any]:
     if any(type(number) is not int for number in numbers):
         raise ValueError("it lacks a number")
     return document
+
+
+def _marker_text(document: dict[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def _sum_of(document: dict[str, Any]) -> int:

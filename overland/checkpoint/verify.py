@@ -19,6 +19,7 @@ from overland.checkpoint.format import (
     INDEX,
     NOT_AN_INDEX,
     checksum,
+    is_marker_exact,
     is_tiled_by,
     name_of_part,
 )
@@ -154,6 +155,8 @@ def _contradictions(checkpoint: CheckpointReader) -> Iterator[str]:
     does not make these agree."""
     index, where = checkpoint.index, checkpoint.path / INDEX
     marked, ranks = checkpoint.about["step"], index.world_size
+    if not is_marker_exact((checkpoint.path / COMMITTED).read_bytes()):
+        yield f"{checkpoint.path / COMMITTED} has bytes that were not written with it"
     progress = checkpoint.run.get("progress")
     if isinstance(progress, dict) and progress.get("step", marked) != marked:
         yield f"{where} is for step {progress['step']!s:.50}, but {COMMITTED} for step {marked}"

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
-from overland.errors import CheckpointError, ModelError
+from overland.errors import CheckpointError, ModelError, sentence
 from overland.models.flops import outline_of, trained_parameters
 from overland.models.lora_targets import is_saved_whole
 from overland.models.registry import model_config
 
+if TYPE_CHECKING:
+    from overland.checkpoint.formats.lazy import Lazy
+
 
 def check_adapter(loaded: Loaded) -> Iterator[Problem]:
-    """Compares names and shapes with those of the model; reads no weights."""
+    """Compares names and shapes with those of the model, and looks for values that are not
+    finite."""
     key, folder = "lora.adapter", loaded.config.lora.adapter
     if folder is None:
         return
@@ -61,8 +66,23 @@ def check_adapter(loaded: Loaded) -> Iterator[Problem]:
         one, owner = tied[0]
         message = f"has separate matrices for {owner} and {one}, which are tied in this model"
     else:
+        yield from _damaged(loaded, {name: weights[name] for name in wanted})
         return
     yield Problem(f"does not fit this model: it {message}", loaded.where(key), key, folder)
+
+
+def _damaged(loaded: Loaded, adapters: Mapping[str, Lazy]) -> Iterator[Problem]:
+    key = "lora.adapter"
+    where, folder = loaded.where(key), loaded.config.lora.adapter
+    for name, lazy in adapters.items():
+        try:
+            if lazy.load().isfinite().all():
+                continue
+            message = f"{name} holds NaN or infinity: use another adapter, or an earlier save of it"
+        except (CheckpointError, OSError) as error:
+            message = sentence(error)
+        yield Problem(message, where, key, folder)
+        return
 
 
 def check_saved_modules(loaded: Loaded) -> Iterator[Problem]:

@@ -114,11 +114,12 @@ def settings_of(contents: Mapping[str, Any], where: Path | str) -> Lora:
     try:
         settings = Lora.model_validate(given)
     except ValidationError as error:
-        key = error.errors()[0]["loc"][0]
-        theirs = next(name for name, ours in KEYS.items() if ours == key)
-        raise CheckpointError(
-            f"{where}: {theirs} = {contents[theirs]!r:.80} is not a value that PEFT writes there"
-        ) from None
+        first = error.errors()[0]
+        theirs = next(name for name, ours in KEYS.items() if ours == first["loc"][0])
+        why = "is not a value that PEFT writes there"
+        if first["type"] == "less_than_equal":
+            why = f"is more than {first['ctx']['le']:,.0f}, and results would overflow"
+        raise CheckpointError(f"{where}: {theirs} = {contents[theirs]!r:.80} {why}") from None
     if settings.rank < 1:
         raise CheckpointError(f"{where}: r = {settings.rank}; expected a rank of 1 or more")
     for key in EXPRESSIONS:

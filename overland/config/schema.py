@@ -605,13 +605,16 @@ class Sft(Section):
     """Noise added to embeddings during training (NEFTune, Jain et al. 2023); 5 is usual; 0: off."""
 
 
+Alpha = Annotated[float, Field(gt=0, le=1e6)]  # a larger one is a mistake, and overflows
+
+
 class Lora(Section):
     """Adapters (LoRA): small trained matrices alongside frozen weights. Defaults are PEFT's, and
     names are PEFT's in plain words."""
 
     rank: NonNegativeInt = 0
     """Rank of the adapters, PEFT's `r`; 0: no adapters, all weights are trained."""
-    alpha: PositiveFloat = 8.0
+    alpha: Alpha = 8.0
     """Adapter outputs are scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability on the inputs of adapters."""
@@ -625,7 +628,7 @@ class Lora(Section):
     rank_pattern: dict[str, PositiveInt] = {}
     """Ranks of single matrices, by a regular expression for the end of a name, e.g. {"layers.0.*" =
     32}."""
-    alpha_pattern: dict[str, PositiveFloat] = {}
+    alpha_pattern: dict[str, Alpha] = {}
     """Alphas of single matrices, likewise."""
     rslora: bool = False
     """Scale by alpha / √rank instead (rsLoRA)."""

@@ -283,10 +283,27 @@ def other_kind(folder: Path) -> None:
     path.write_text(path.read_text().replace('"LORA"', '"IA3"'))
 
 
+def values(value: float) -> Any:
+    def change(folder: Path) -> None:
+        tensors = adapters(folder)
+        next(iter(tensors.values())).view(-1)[-1] = value
+        save_file(tensors, folder / "adapter_model.safetensors")
+
+    return change
+
+
+def huge_alpha(folder: Path) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 1e30}))
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         (shutil.rmtree, "no such folder"),
+        (values(torch.nan), "lora_A.weight holds NaN or infinity"),
+        (values(torch.inf), "lora_A.weight holds NaN or infinity"),
+        (huge_alpha, "lora_alpha = 1e\\+30 is more than 1,000,000"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
         (other_kind, "peft_type = 'IA3'; only LORA is supported"),
         (other_names, "does not fit this model: it lacks model.layers.1.self_attn.q_proj"),

@@ -184,6 +184,13 @@ def test_an_intact_checkpoint_has_no_problems(good: Path) -> None:
     assert verify(good) == []
 
 
+def test_bytes_behind_the_marker_are_reported(good: Path, tmp_path: Path) -> None:
+    copy(good.parent, tmp_path / "copy")
+    marker = tmp_path / "copy" / "step_2" / "COMMITTED"
+    marker.write_bytes(marker.read_bytes() + b"\n")
+    assert verify(marker.parent) == [f"{marker} has bytes that were not written with it"]
+
+
 def test_a_file_that_does_not_belong_is_named(good: Path, tmp_path: Path) -> None:
     copy(good.parent, tmp_path / "copy")
     path = tmp_path / "copy" / "step_2"

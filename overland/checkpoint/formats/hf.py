@@ -28,7 +28,12 @@ from overland.checkpoint.formats.checkpoint import (
 )
 from overland.checkpoint.formats.lazy import Lazy, digest
 from overland.checkpoint.formats.meta import is_computed
-from overland.checkpoint.formats.safetensors import read_safetensors, write_safetensors
+from overland.checkpoint.formats.safetensors import (
+    Checksums,
+    read_safetensors,
+    write_checksums,
+    write_safetensors,
+)
 from overland.checkpoint.formats.torch_save import read_torch_file, tensors_in
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import is_ranks
@@ -92,8 +97,10 @@ def write_hf(source: LazyCheckpoint, folder: Path, options: Options) -> None:
     count = len(shards)
     files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     files = [SINGLE] if count == 1 else files
+    sums: Checksums = {}
     for file, shard in zip(files, shards, strict=True):
-        write_safetensors(folder / file, shard)
+        sums |= write_safetensors(folder / file, shard)
+    write_checksums(folder, sums)
     if count > 1:
         total = sum(lazy.nbytes for lazy in weights.values())
         file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}

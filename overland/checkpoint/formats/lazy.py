@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from overland.checkpoint.format import checksum
 from overland.errors import CheckpointError
 from overland.files import Moved, ignore
 
@@ -73,11 +74,12 @@ class Lazy:
 @dataclass(frozen=True, eq=False)
 class Stored(Lazy):
     """A range of a file. `offset` is the position of its first byte; without `stride` it is
-    contiguous."""
+    contiguous. `crc32`, if known, is checked when the whole tensor is read."""
 
     path: Path
     offset: int
     stride: Shape | None = None
+    crc32: int | None = None
 
     def load(self) -> Tensor:
         if self.stride is None:
@@ -109,6 +111,8 @@ class Stored(Lazy):
     def _read(self, shape: Shape, first: int) -> Tensor:
         out = torch.empty(shape, dtype=self.dtype)
         self.read_into(out, first)
+        if self.crc32 is not None and shape == self.shape and checksum(memory(out)) != self.crc32:
+            raise CheckpointError(f"{self.path} is damaged: its data changed after it was written")
         return out
 
     def read_into(self, out: Tensor, first: int = 0) -> None:

@@ -26,7 +26,11 @@ from overland.checkpoint.formats.checkpoint import (
     refuse_link_out,
 )
 from overland.checkpoint.formats.lazy import Lazy
-from overland.checkpoint.formats.safetensors import read_safetensors, write_safetensors
+from overland.checkpoint.formats.safetensors import (
+    read_safetensors,
+    write_checksums,
+    write_safetensors,
+)
 from overland.checkpoint.formats.torch_save import read_torch_file, tensors_in
 from overland.config.adapter import ADAPTER_CONFIG, read_adapter_config, settings_of
 from overland.config.schema import Lora
@@ -111,7 +115,7 @@ def write_peft(source: LazyCheckpoint, folder: Path, options: Options) -> None:
         tensors[HEAD] = tensors[EMBEDDING]
         contents["modules_to_save"] = [*saved, HEAD.removesuffix(".weight")]
     named = {PREFIX + name: tensors[name] for name in sorted(tensors)}
-    write_safetensors(folder / WEIGHTS, named)
+    write_checksums(folder, write_safetensors(folder / WEIGHTS, named))
     with new_file(folder / ADAPTER_CONFIG) as file:
         file.write(json.dumps(contents, indent=2, sort_keys=True).encode())
     copy_files(source.companions, folder)

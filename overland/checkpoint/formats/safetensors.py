@@ -1,5 +1,9 @@
 """Reads safetensors files, checking the header before trusting it, and writes them as a stream.
 
+A folder that we export has `checksums.json` next to them: the CRC-32 of each tensor and header.
+Another tool may write the weights again, but cannot keep such sums right, so they are not in the
+header.
+
 One file with all weights, as DeepSpeed's `zero_to_fp32` writes it, is a separate format.
 """
 
@@ -7,10 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from overland.checkpoint.format import DTYPE_NAMES, DTYPES, header_of
+from overland.checkpoint.format import DTYPE_NAMES, DTYPES, checksum, header_of
 from overland.checkpoint.formats.checkpoint import (
     MODEL,
     Config,
@@ -21,10 +26,14 @@ from overland.checkpoint.formats.checkpoint import (
 )
 from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Stored, counter, memory
 from overland.errors import CheckpointError
-from overland.files import new_file, what_is_wrong
+from overland.files import new_file, read_json, what_is_wrong
 
 # The limit of the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
+CHECKSUMS = "checksums.json"
+
+Checksums = dict[str, dict[str, int]]
+"""Of each file: CRC-32 by the name of a tensor; the header's under an empty name."""
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
@@ -39,6 +48,12 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
             )
         text = file.read(length)
     counter()(8 + length)
+    sums = _checksums(path)
+    if sums is not None and sums.get("") != checksum(length.to_bytes(8, "little") + text):
+        raise CheckpointError(
+            f"{path} is damaged: it does not match {CHECKSUMS}, which was written with it; if it "
+            f"was replaced on purpose, delete {CHECKSUMS}"
+        )
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -54,12 +69,36 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
         end += tensor.nbytes
     if end != size:
         raise CheckpointError(f"{path} has {size} bytes, but its header describes {end}")
+    if sums is not None:
+        return {name: replace(one, crc32=sums.get(name)) for name, one in tensors.items()}
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Lazy]) -> None:
+def _checksums(path: Path) -> dict[str, int] | None:
+    """Returns the checksums of a file; None if there are none."""
+    beside = path.parent / CHECKSUMS
+    if not beside.is_file():
+        return None
+    try:
+        sums = read_json(beside, MAX_HEADER_BYTES)[path.name]
+        return {str(name): int(one) for name, one in sums.items()}
+    except KeyError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{beside} is damaged ({what_is_wrong(error)}), so the weights next to it cannot be "
+            "verified; delete it to use them all the same"
+        ) from None
+
+
+def write_checksums(folder: Path, sums: Checksums) -> None:
+    with new_file(folder / CHECKSUMS) as file:
+        file.write(json.dumps(sums, indent=1, sort_keys=True).encode())
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Lazy]) -> Checksums:
     """Writes the header first, since shapes and dtypes are known, then one tensor after the
-    other."""
+    other. Returns their checksums."""
     # Writing wide dtypes first keeps every tensor aligned to its own width.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     for name in order:
@@ -67,10 +106,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, Lazy]) -> None:
             raise CheckpointError(
                 f"{name} has dtype {tensors[name].dtype}, which safetensors cannot store"
             )
+    header = header_of((name, tensors[name].dtype, tensors[name].shape) for name in order)
+    sums = {"": checksum(header)}
     with new_file(path) as file:
-        file.write(header_of((name, tensors[name].dtype, tensors[name].shape) for name in order))
+        file.write(header)
         for name in order:
-            file.write(memory(tensors[name].load()))
+            data = memory(tensors[name].load())
+            sums[name] = checksum(data)
+            file.write(data)
+    return {path.name: sums}
 
 
 def _entry(path: Path, data: int, entry: Any) -> Stored:

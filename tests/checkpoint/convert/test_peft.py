@@ -333,7 +333,8 @@ HOSTILE: list[tuple[Any, str]] = [
     (config_with(rank_pattern={"(.|.)*x": 4}), "could take forever to match"),
     (config_with(target_modules=["k_proj"]), "q_proj, which adapter_config.json does not name"),
     (config_with(layers_to_transform=[1]), "0.self_attn.q_proj, which adapter_config.json does"),
-    (config_with(lora_alpha=1e308), "holds values that are not finite in torch.float32"),
+    (config_with(lora_alpha=1e30), "lora_alpha = 1e+30 is more than 1,000,000"),
+    (config_with(alpha_pattern={"q_proj": 1e30}), "is more than 1,000,000"),
     (config_with(rank_pattern={"q_proj": 4}), "says that its rank is 4"),
     (config_with(rank_pattern=[1]), "rank_pattern = [1] is not"),
     (config_with(base_model_name_or_path={"../..": 1}), "is not a name"),
@@ -359,6 +360,36 @@ HOSTILE: list[tuple[Any, str]] = [
     (tensors_with({Q.replace("A.weight", "A.bias"): torch.zeros(8)}), "lora_A.bias: this is not"),
     (tensors_with({Q.replace(".weight", ".a.weight"): torch.zeros(8, 64)}), "twice, under two"),
 ]
+
+
+def test_a_flipped_byte_of_an_export_is_found(tmp_path: Path) -> None:
+    """Also in weights, which are read as a whole by evaluation and in slices by training."""
+    exported = tmp_path / "exported"
+    convert(folder_of("lora"), exported, "peft")
+    convert(BASE, tmp_path / "hf", "hf")
+    for folder, name, words in (
+        (exported, "adapter_model.safetensors", ("--to", "peft")),
+        (tmp_path / "hf", "model.safetensors", ("--to", "hf")),
+    ):
+        assert overland(folder, tmp_path / "good", *words)[0] == 0
+        shutil.rmtree(tmp_path / "good")
+        right = (folder / name).read_bytes()
+        for at in (9, len(right) - 2):  # in the header, in the data
+            damaged = bytearray(right)
+            damaged[at] ^= 1
+            (folder / name).write_bytes(damaged)
+            code, _, error = overland(folder, tmp_path / "new", *words)
+            assert code == 2
+            assert name in error
+            assert "damaged" in error
+            assert len(error.splitlines()) == 1
+        (folder / name).write_bytes(right)
+        (folder / "checksums.json").write_text("[1]")
+        code, _, error = overland(folder, tmp_path / "new", *words)
+        assert (code, len(error.splitlines())) == (2, 1)
+    # Another tool may replace the file, and says so by removing the sums.
+    (exported / "checksums.json").unlink()
+    assert overland(exported, tmp_path / "good", "--to", "peft")[0] == 0
 
 
 @pytest.mark.parametrize(("change", "sentence"), HOSTILE, ids=[one[:40] for _, one in HOSTILE])
