@@ -30,13 +30,12 @@ hf/                    the weights in Hugging Face's format
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from overland.files import replace_file
+from overland.files import parse_toml, replace_file
 
 if TYPE_CHECKING:
     from overland.config.schema import JobConfig
@@ -180,7 +179,7 @@ class RunFolder:
     def kept_epochs(self) -> float:
         """Returns `training.epochs` from the run's config.toml; 0 if not set."""
         try:
-            kept = tomllib.loads(self.config.read_text())
+            kept = parse_toml(self.config.read_text())
             return float(kept.get("training", {}).get("epochs", 0))
         except (OSError, ValueError, TypeError, AttributeError):
             return 0.0

@@ -14,7 +14,7 @@ from typing import Any
 
 from overland.config.errors import ConfigError, Problem
 from overland.config.schema import IN_PLACE_OF
-from overland.files import LARGEST_CONFIG, check_yaml
+from overland.files import LARGEST_CONFIG, TOO_DEEP, check_toml, check_yaml
 
 KeyPath = tuple[str, ...]
 
@@ -54,13 +54,17 @@ def read_file(path: Path, shown: str) -> Entries:
 
 def read_toml(text: str, shown: str) -> Entries:
     try:
+        check_toml(text)
+    except ValueError as error:
+        raise ConfigError([Problem(str(error), where=shown)]) from None
+    try:
         index = index_lines(text)
         tree = tomllib.loads(text)
         return flatten(tree, index.lines, shown)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_toml_problem(str(error), text, index, shown)]) from None
     except RecursionError:
-        raise ConfigError([Problem("its values are nested too deeply", where=shown)]) from None
+        raise ConfigError([Problem(TOO_DEEP, where=shown)]) from None
     except ValueError as error:  # a number with thousands of digits
         raise ConfigError([Problem(f"not valid TOML: {error}", where=shown)]) from None
 
@@ -86,7 +90,7 @@ def read_yaml(text: str, shown: str) -> Entries:
         detail = error.problem or error.context or "cannot be read"
         raise ConfigError([Problem(f"not valid YAML: {detail}", where=where)]) from None
     except RecursionError:
-        raise ConfigError([Problem("its values are nested too deeply", where=shown)]) from None
+        raise ConfigError([Problem(TOO_DEEP, where=shown)]) from None
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, TypeError) as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from overland.config.errors import ConfigError
 from overland.config.source import read_file, read_toml, read_yaml
+from overland.files import parse_toml
 
 TOML = '''top.level = 1
 "quoted.key" = 2
@@ -32,6 +34,30 @@ a = 2
 ["odd [name]"]
 z = 1
 '''
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a." * 20_000 + "a = 1",
+        "[" + "a." * 60 + "a]",
+        "x = [{" + "a." * 60 + "a = 1}]",
+        '"b" . ' * 60 + "a = 1",
+        "x = " + "[" * 5000 + "]" * 5000,
+    ],
+)
+def test_toml_that_is_nested_too_deeply_is_not_parsed(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dotted key of 40 kB would take 18 s and 3.3 GB."""
+    asked: list[str] = []
+    usual = tomllib.loads
+    monkeypatch.setattr(tomllib, "loads", lambda one: asked.append(one) or usual(one))
+    with pytest.raises(ConfigError, match=r"x\.toml: its values are nested too deeply"):
+        read_toml(text, "x.toml")
+    assert "a.a" not in "".join(asked)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_toml(text)
 
 
 def test_toml_keys_have_the_line_they_stand_on() -> None:

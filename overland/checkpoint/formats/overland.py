@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import tomllib
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from overland.config.adapter import config_of
 from overland.config.derived import GroupRates, group_rates
 from overland.config.schema import Lora, Optimizer
 from overland.errors import CheckpointError
+from overland.files import parse_toml
 from overland.run_folder import (
     ADAPTERS,
     CHECKPOINTS,
@@ -203,8 +203,12 @@ def step_of_export(path: Path) -> Path | None:
 
 
 def _settings(run_folder: Path) -> dict[str, Any]:
-    config = tomllib.loads((run_folder / CONFIG).read_text(encoding="utf-8"))
-    return dict(config.get("checkpoint", {}))
+    path = run_folder / CONFIG
+    try:
+        settings = parse_toml(path.read_text(encoding="utf-8")).get("checkpoint")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid TOML: {error}") from None
+    return settings if isinstance(settings, dict) else {}
 
 
 def _checkpoints(run_folder: Path) -> Path:

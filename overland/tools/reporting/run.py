@@ -10,7 +10,6 @@ import math
 import os
 import re
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ import numpy as np
 from overland.config.fields import all_keys
 from overland.config.schema import JobConfig
 from overland.errors import NoRun
+from overland.files import parse_toml
 from overland.run_folder import CONFIG, MODEL_CONFIG, README, SAMPLES, SUBMITTED, VALIDATION_LOSS
 from overland.tools.reporting.evaluations import Score, read_scores
 from overland.tools.reporting.goodput import Goodput, where_time_went
@@ -456,8 +456,8 @@ def read_samples(path: Path) -> list[tuple[int, str]]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        return tomllib.loads(_read_text(path))
+    with suppress(ValueError):
+        return parse_toml(_read_text(path))
     return {}
 
 

@@ -11,13 +11,13 @@ import json
 import re
 import shlex
 import time
-import tomllib
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from overland.errors import NoRun
+from overland.files import parse_toml
 from overland.processes import host, is_running
 from overland.run_folder import (
     ATTEMPTS,
@@ -152,6 +152,8 @@ class Watch:
             raise NoRun(f"{run} {what}: expected a run folder, as set by job.dump_folder")
         if not any((run / name).exists() for name in SIGNS):
             raise NoRun(f"{run} is not a run folder: it contains none of {', '.join(SIGNS)}")
+        if (run / METRICS).is_dir():
+            raise NoRun(f"{run / METRICS} is a folder: expected the file that a run writes")
         self.run = run
         self.history = history or History(run / METRICS)
         self.events = Events(run)
@@ -380,8 +382,8 @@ def _read_config(run: Path) -> dict[str, Any]:
     for path in sorted([run / CONFIG, *submitted], key=_modified, reverse=True):
         try:
             if path.is_file():
-                return tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):  # being written
+                return parse_toml(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # being written
             continue
     return {}
 
