@@ -77,6 +77,8 @@ class Hub:
         self.endless: set[str] = set()  # files whose answers go on until the client hangs up
         self.gitignored: set[str] = set()
         self.no_ranges = self.portal = False
+        self.answers: dict[str, Any] = {}  # end of a path -> what is answered instead
+        self.list_goes_on: Callable[[int], str] | None = None  # where, by the number of requests
         self.server = Server(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
@@ -189,6 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.portal:
             raise Answer(200, b"<html>log in first</html>", Connection="close")
         path = unquote(urlsplit(self.path).path)
+        for end, body in self.hub.answers.items():
+            if path.endswith(end):
+                raise Answer(200, body)
         routes: list[tuple[str, str, Callable[..., None]]] = [
             ("POST", r"/api/repos/create", self.create),
             ("POST", r"/api/validate-yaml", self.fine),
@@ -266,6 +271,8 @@ class _Handler(BaseHTTPRequestHandler):
         if start + PAGE < len(entries):
             here = self.hub.url + urlsplit(self.path).path
             more["Link"] = f'<{here}?recursive=True&cursor={start + PAGE}>; rel="next"'
+        if self.hub.list_goes_on is not None:
+            more["Link"] = f'<{self.hub.list_goes_on(len(self.hub.requests))}>; rel="next"'
         raise Answer(200, entries[start : start + PAGE], **more)
 
     def resolve(self, kind: str | None, name: str, revision: str, file: str) -> None:

@@ -11,6 +11,7 @@ import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -444,6 +445,41 @@ def test_what_a_hub_claims_must_be_possible(hub: Hub, file: str, claim: dict[str
     before = set(Path.cwd().parent.rglob("*"))
     assert "did not respond like a Hub about me/llama" in refused("model", "me/llama")
     assert set(Path.cwd().parent.rglob("*")) == before
+
+
+def test_a_list_that_never_ends_is_not_followed(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same files again and again, and with new ones."""
+    commit = hub.add("me/llama", MODEL).refs["main"]
+    tree = f"{hub.url}/api/models/me/llama/tree/{commit}"
+    hub.list_goes_on = lambda number: f"{tree}?cursor=0&number={number}"
+    assert "does not end" in refused("model", "me/llama")
+    assert len(hub.requests) < 10
+    hub.add("me/many", {f"{i}.txt": b"x" for i in range(100)})
+    monkeypatch.setattr("overland.tools.hub.repo.MOST_PAGES", 5)
+    hub.list_goes_on = None
+    hub.requests.clear()
+    assert "does not end" in refused("model", "me/many")
+    assert len(hub.requests) < 10
+    monkeypatch.setattr("overland.tools.hub.repo.LARGEST_PAGE", 100)
+    assert "does not finish its list" in refused("model", "me/many")
+
+
+def test_a_list_does_not_carry_the_token_to_another_host(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.add("me/llama", MODEL)
+    hub.list_goes_on = lambda number: f"{hub.content_url}/stolen/{number}"
+    assert "on another host" in refused("model", "me/llama")
+    assert not any("stolen" in one.path for one in hub.requests)
+
+
+@pytest.mark.parametrize("answer", [{"x": 1}, [1], [{"path": "a"}], "text", None, 7])
+@pytest.mark.parametrize("about", ["/me/llama", "/tree"])
+def test_answers_of_another_shape_are_one_sentence(hub: Hub, answer: Any, about: str) -> None:
+    repo = hub.add("me/llama", MODEL)
+    hub.answers = {f"/tree/{repo.refs['main']}" if about == "/tree" else about: answer}
+    assert "did not respond like a Hub about me/llama" in refused("model", "me/llama")
 
 
 def test_no_byte_is_written_past_the_announced_size(hub: Hub) -> None:

@@ -169,7 +169,7 @@ def ask_hub(wanted: Wanted, repo: Repo, folder: Path, had: HubSnapshot | None) -
                 f"is {commit[:12]}: a run may be using the folder, so choose another with --to, or "
                 "remove this one"
             )
-        files = list_files(client, repo, commit)
+        files = list_files(repo, commit)
         chosen = choose_files(wanted, repo, commit, files)
     check_names(chosen)
     entries = {name: files[name] for name in chosen}

@@ -61,7 +61,7 @@ def push(
         if revision is not None:
             client.create_branch(name, repo_type=repo_type, branch=revision, exist_ok=True)
         commit = upload(client, repo, folder, files, revision, message)
-        there = list_files(client, repo, commit)
+        there = list_files(repo, commit)
     wrong = [one for one in files if one not in there or there[one].problem(folder / one)]
     if wrong:
         raise HubError(

@@ -6,22 +6,31 @@ a file is not read. This module opens connections, so only `fetch` and `push` im
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urljoin, urlsplit
 
 from overland.errors import FULL, HubError
+from overland.files import parse_json, what_is_wrong
 from overland.packages import need
 from overland.tools.hub.snapshot import HubFile, check_commit
+from overland.words import number_of
 
 ENDPOINT = "https://huggingface.co"
 SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # the client obeys both
 SECONDS = 30.0  # timeout of a request about a repository
-MOST_FILES = 2_000_000  # in a repository; an endless list would fill the memory
+# Of the list of a repository's files, which could be endless in any way.
+MOST_FILES = 2_000_000
+MOST_PAGES = 2_500  # of a thousand files each
+LARGEST_PAGE = 2**26  # bytes
+LIST_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -75,25 +84,62 @@ def commit_of(client: Any, repo: Repo, revision: str | None) -> str:
         raise not_a_hub(repo, error) from None
 
 
-def list_files(client: Any, repo: Repo, commit: str) -> dict[str, HubFile]:
-    """Returns every file of a commit, with its size and hash on the Hub."""
-    from huggingface_hub.hf_api import RepoFile
+def list_files(repo: Repo, commit: str) -> dict[str, HubFile]:
+    """Returns every file of a commit, with its size and hash on the Hub. The client's own listing
+    follows the link to the next page wherever it leads, with the token, and without end."""
+    from huggingface_hub.utils import validate_repo_id
 
-    tree = client.list_repo_tree(repo.name, repo_type=repo.type, revision=commit, recursive=True)
+    validate_repo_id(repo.name)
+    url = f"{repo.endpoint}/api/{repo.type}s/{repo.name}/tree/{commit}?recursive=true"
     files: dict[str, HubFile] = {}
+    seen, until = set[str](), time.monotonic() + LIST_SECONDS
+    for _ in range(MOST_PAGES):
+        entries, following = _page(repo, url, until)
+        known = len(seen)
+        try:
+            for one in entries:
+                seen.add(one["path"])
+                if one["type"] == "file" and (large := one.get("lfs")) is not None:
+                    files[one["path"]] = HubFile(large["size"], f"sha256:{large['oid']}")
+                elif one["type"] == "file":
+                    files[one["path"]] = HubFile(one["size"], f"git:{one['oid']}")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise not_a_hub(repo, ValueError(what_is_wrong(error))) from None
+        if following is None:
+            return files
+        if len(seen) == known or len(seen) > MOST_FILES:
+            break
+        if urlsplit(following)[:2] != urlsplit(repo.endpoint)[:2]:
+            raise HubError(
+                f"{repo.endpoint} continues its list of {repo.name} on another host, "
+                f"{following!r:.200}, which is not followed"
+            )
+        url = following
+    raise HubError(f"the list of {repo.page} does not end: {number_of(len(seen), 'file')} so far")
+
+
+def _page(repo: Repo, url: str, until: float) -> tuple[list[Any], str | None]:
+    """Returns one page of a list, and the address of the next."""
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+    headers = build_hf_headers(token=repo.token or False, library_name="overland")
+    with http_stream_backoff("GET", url, headers=headers, timeout=SECONDS) as response:
+        hf_raise_for_status(response)
+        text = bytearray()
+        for piece in response.iter_bytes():
+            text += piece
+            if len(text) > LARGEST_PAGE or time.monotonic() > until:
+                raise HubError(f"{repo.endpoint} does not finish its list of {repo.name}")
     try:
-        for one in itertools.islice(tree, MOST_FILES + 1):
-            if isinstance(one, RepoFile) and one.lfs:
-                files[one.path] = HubFile(one.lfs.size, f"sha256:{one.lfs.sha256}")
-            elif isinstance(one, RepoFile):
-                files[one.path] = HubFile(one.size, f"git:{one.blob_id}")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, json.JSONDecodeError):  # a proxy's web page, which has its own message
-            raise
+        entries = parse_json(bytes(text))
+    except json.JSONDecodeError:  # a proxy's web page, which has its own message
+        raise
+    except ValueError as error:
         raise not_a_hub(repo, error) from None
-    if len(files) > MOST_FILES:
-        raise HubError(f"{repo.page} lists more than {MOST_FILES:,} files, which is not supported")
-    return files
+    if not isinstance(entries, list):
+        raise not_a_hub(repo, ValueError("a list of files was expected"))
+    link = response.links.get("next", {}).get("url")
+    return entries, urljoin(url, link) if link else None
 
 
 def not_a_hub(repo: Repo, error: Exception) -> HubError:
@@ -158,6 +204,10 @@ def _explain(error: Exception, repo: Repo) -> str | None:
             f"{repo.endpoint} did not respond like a Hub: check HF_ENDPOINT, and whether a proxy "
             "requires a login first"
         )
+    if isinstance(error, KeyError | TypeError | ValueError | AttributeError):
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames and "huggingface_hub" in Path(frames[-1].filename).parts:  # reading an answer
+            return str(not_a_hub(repo, ValueError(what_is_wrong(error))))
     if isinstance(error, OSError) and error.errno in FULL:
         return (
             "the disk or your quota is full; downloaded data is kept: free some space and run this "
