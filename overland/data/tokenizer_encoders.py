@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.tokenizer_files import Beside
+from overland.data.tokenizer_limits import check_rules, library_errors
 from overland.errors import DataError
 from overland.packages import need
 
@@ -117,8 +118,13 @@ class HuggingFace:
 
     def __init__(self, path: Path, data: bytes, beside: Beside) -> None:
         library = need_for_text("tokenizers")
+        self._path = path
         try:
-            self._tokenizer = library.Tokenizer.from_str(data.decode())
+            check_rules(json.loads(data), path)
+            with library_errors(path):
+                self._tokenizer = library.Tokenizer.from_str(data.decode())
+        except DataError:
+            raise
         except Exception as error:  # the library raises nothing more specific
             raise DataError(f"{path} is not a tokenizer: {error}") from None
         _undisturbed(self._tokenizer)
@@ -127,7 +133,8 @@ class HuggingFace:
         token_id = self._tokenizer.token_to_id
         self.eos_id = beside.find("eos_token", token_id, self._first(KNOWN_ENDS))
         self.bos_id = beside.find("bos_token", token_id, self._first(KNOWN_BEGINNINGS))
-        first = self._tokenizer.encode("a").ids[:1]  # with what its post-processor adds
+        with library_errors(path):
+            first = self._tokenizer.encode("a").ids[:1]  # with what its post-processor adds
         self.begins, self.convention = first == [self.bos_id], "by its post-processor"
         for special in {self.bos_id, self.eos_id} - {None}:
             # Some files list them as ordinary tokens, so that text would give them.
@@ -147,13 +154,15 @@ class HuggingFace:
         self._library, self._data = library, data
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with library_errors(self._path):
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._without_leaks(np.fromiter(one.ids, dtype=np.int32)) for one in encoded]
 
     def encode_pieces(self, pieces: Sequence[str | int]) -> tuple[Ids, Spots, Spots]:
         tokenizer, aliases, real_ids = self._aliased
         text = "".join(piece if isinstance(piece, str) else aliases[piece] for piece in pieces)
-        found = tokenizer.encode(text, add_special_tokens=False)
+        with library_errors(self._path):
+            found = tokenizer.encode(text, add_special_tokens=False)
         ids = np.asarray([real_ids.get(i, i) for i in found.ids], np.int32)
         # An alias is two characters, and its special token counts as one.
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -197,7 +206,8 @@ class HuggingFace:
         return json.dumps(rules, ensure_ascii=False).encode()
 
     def decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids))
+        with library_errors(self._path):
+            return str(self._tokenizer.decode(ids))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         # Decoders drop the space at the start of a text, so each piece is decoded after a token.

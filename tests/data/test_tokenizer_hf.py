@@ -1,3 +1,4 @@
+import base64
 import json
 import pickle
 from pathlib import Path
@@ -11,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from overland.data.tokenizer import Tokenizer
+from overland.data.tokenizer_encoders import SPLIT
 from overland.errors import DataError
 from tests.data.tokenizer_folders import CORPUS, TEXTS, byte_level_bpe, write_hf, write_unigram
 
@@ -170,3 +172,55 @@ def test_the_vocabulary_reaches_to_the_largest_id(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     assert tokenizer.vocab_size == 1 + max(tokenizer.specials.values())
     assert tokenizer.encode_documents(CORPUS)
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def sequence(*rules: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": list(rules)}
+
+
+SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + b"trie" + b"x" * 1000 + b"\0").decode()
+X = {"SpecialToken": {"id": "X", "type_id": 0}}
+TEMPLATE = {
+    "type": "TemplateProcessing", "single": [X] * 200, "pair": [],
+    "special_tokens": {"X": {"id": "X", "ids": [0] * 200, "tokens": ["a"] * 200}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ({"normalizer": replace({"String": "a"}, "a" * 10**5)}, "100,000 times as long"),
+        ({"normalizer": sequence(*[replace({"String": "a"}, "aa")] * 9)}, "512 times"),
+        ({"normalizer": sequence(*[replace({"Regex": "(?=a)"}, "a")] * 9)}, "512 times"),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 10**5}}, "times as long"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "1,000 times"),
+        ({"decoder": replace({"String": "a"}, "a" * 10**5)}, "its decoder"),
+        ({"post_processor": TEMPLATE}, "adds 40,000 tokens"),
+        ({"pre_tokenizer": SLOW}, "could take forever to match"),
+        ({"normalizer": replace({"Regex": "((?:a*)?)+b"}, "")}, "could take forever to match"),
+    ],
+)
+def test_rules_that_multiply_a_text_or_never_end_are_refused(
+    folder: Path, rules: dict[str, Any], says: str
+) -> None:
+    edit(folder, **rules)
+    with pytest.raises(DataError, match=says):
+        Tokenizer(folder)
+
+
+def test_expressions_of_real_tokenizers_are_taken(folder: Path) -> None:
+    for pattern in (SPLIT, r"\d{1,3}(?=(?:\d{3})*\b)", r" ?[^(\s|[.,!?…])]+", "(?:a+b)*c", " {2,}"):
+        edit(folder, normalizer=replace({"Regex": pattern}, "▁"))
+        Tokenizer(folder)
+
+
+def test_a_panic_of_the_library_is_one_sentence(folder: Path) -> None:
+    """What it prints by itself goes to stderr all the same."""
+    edit(folder, pre_tokenizer={**SLOW, "pattern": {"Regex": "(a|a)*b"}})
+    with pytest.raises(DataError, match="its library failed with it"):
+        Tokenizer(folder).encode("a" * 60)
