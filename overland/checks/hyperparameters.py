@@ -19,7 +19,7 @@ from overland.models.registry import model_config
 from overland.objectives import objective_for
 from overland.optimizers.adamw import AdamW
 from overland.optimizers.registry import optimizer_names, rules_of
-from overland.words import any_of
+from overland.words import any_of, number_of
 
 ADAMW_KEYS = ("beta1", "beta2", "eps", "bf16_moments")
 WARMUP = "lr_scheduler.warmup_steps"
@@ -136,13 +136,16 @@ def check_warmup(loaded: Loaded) -> Iterator[Problem]:
     total = schedule.total_steps or training.steps
     warmup, decay = schedule.warmup(total), round((schedule.decay_ratio or 0) * total)
     if warmup > total:
-        default = "" if loaded.is_set(WARMUP) else ", the default"
+        default = "" if loaded.is_set(WARMUP) else ", the default,"
         message = f"the warm-up{default} is longer than the schedule ({spans} = {total}), so the "
         message += "learning rate does not reach optimizer.lr"
         yield Problem(message, loaded.where(WARMUP), WARMUP, warmup, kind="note")
     elif warmup + decay > total:
         key = "lr_scheduler.decay_ratio"
-        message = f"{warmup} steps of warm-up and {decay} of decay are more than {spans} = {total}"
+        message = (
+            f"{number_of(warmup, 'step')} of warm-up and {decay:,} of decay are more than "
+            f"{spans} = {total}"
+        )
         yield Problem(message, loaded.where(key), key, schedule.decay_ratio, kind="note")
 
 

@@ -69,13 +69,13 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
         if model.name not in model_names():
             key = "model.name"
         elif model.config is not None:
-            key = "model.config"
+            key = "model.from" if loaded.is_set("model.from") else "model.config"
         elif model.flavor not in flavor_names(model.name):
             key = "model.flavor"
         else:
             yield _override_problem(loaded, _first_line(error))
             return
-        value = getattr(model, key.partition(".")[2])
+        value = getattr(model, key.partition(".")[2].replace("from", "config"))
         yield Problem(_first_line(error), loaded.where(key), key, value)
 
 

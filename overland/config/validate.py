@@ -109,10 +109,17 @@ def _taught(message: str, path: KeyPath, entry: Entry) -> Problem:
     trainer."""
     name = path[-1]
     near = _nearest_inside(path) or nearest_key(".".join(("", *path)[-2:]))
+    if path == LOSS and near is not None and entry.value not in _choices(near):
+        near = "training.objective"
     same_name = near is not None and near.rpartition(".")[2] == name
     if (advice := lesson(name)) and not same_name:
         message, near = f"{message}; {advice}", None
     return Problem(message, entry.where, ".".join(path), entry.value, near)
+
+
+def _choices(key: str) -> list[str]:
+    found = find_key(tuple(key.split(".")))
+    return found.choices if found else []
 
 
 def _bad_paths(known: Entries) -> list[KeyPath]:
@@ -147,6 +154,7 @@ def _nearest_choice(value: Any, choices: list[str]) -> str | None:
     return None
 
 
+LOSS = ("training", "loss")  # near to preference.loss, which it means only with a value of that
 EPOCHS = (
     "set training.epochs for a single source, or training.steps for a mixture. Data is read "
     "repeatedly; data.sources.NAME.max_epochs limits how often"

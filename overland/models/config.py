@@ -245,7 +245,8 @@ def _described(hf: dict[str, Any], where: str) -> DecoderConfig:
         raise ModelError(f"{where} has no model_type; known: {', '.join(FAMILIES)}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
-            f"{where}: model_type '{model_type}' is not supported; known: {', '.join(FAMILIES)}"
+            f"{where}: model_type '{model_type}' is not supported; known: {', '.join(FAMILIES)}; "
+            "docs/extending.md explains how to add a model of your own"
         )
     refuse_unknown(hf, model_type, where)
     for name in SIZES:

@@ -39,7 +39,9 @@ def closing(run: Run, result: Trained, is_new: bool) -> str:
     parts = [f"\n{first}", table(losses(run, result) | places(run, result))]
     if run.dataset.tokenizer is not None and (said := samples_in_words(run, run.dataset.tokenizer)):
         parts.append(said)
-    parts.append("To try next:\n\n" + "".join(f"  {one}\n" for one in next_commands(run)))
+    parts.append(
+        "To try next:\n\n" + "".join(f"  {one}\n" for one in next_commands(run, result.step))
+    )
     return "\n".join(part for part in parts if part)
 
 
@@ -88,10 +90,12 @@ def table(rows: dict[str, str]) -> str:
     return "".join(f"  {name:{width}}  {value}\n" for name, value in rows.items())
 
 
-def next_commands(run: Run) -> list[str]:
-    """Returns commands that make sense for this run, the most likely first."""
+def next_commands(run: Run, done: int) -> list[str]:
+    """Returns commands that make sense for this run, the most likely first. `done`: steps taken,
+    which may be more than the config asks for."""
     config, root = run.config, run.folder.root
-    steps, epochs = config.training.steps, config.training.epochs
+    times = 2 * max(1.0, done / config.training.steps)
+    steps, epochs = round(times * config.training.steps), config.training.epochs
     commands = []
     if config.checkpoint.enable and run.dataset.tokenizer is not None:
         commands.append(command("overland", "generate", root, *prompt_words(run)))
@@ -102,7 +106,7 @@ def next_commands(run: Run) -> list[str]:
             out, options = f"{root.name}-merged", ["--to", "hf", "--merge-lora"]
         commands.append(command("overland", "convert", root, root.with_name(out), *options))
     commands.append(command("overland", "report", root))
-    longer = f"training.steps={2 * steps}" if epochs is None else f"training.epochs={2 * epochs:g}"
+    longer = f"training.steps={steps}" if epochs is None else f"training.epochs={times * epochs:g}"
     if config.checkpoint.enable:
         commands.append(command("overland", "train", run.folder.config, longer))
     if config.metrics.enable_tensorboard:

@@ -202,12 +202,13 @@ def test_the_suggested_local_batch_fits() -> None:
     ("warmup_steps", "says"),
     [(500, "the warm-up is longer than the schedule (training.steps = 100), so the learning rate "
      "does not reach optimizer.lr"),
-     (20, "20 steps of warm-up and 90 of decay are more than training.steps = 100")],
+     (20, "20 steps of warm-up and 90 of decay are more than training.steps = 100"),
+     (None, "the warm-up, the default, is longer than the schedule (training.steps = 100), so the "
+      "learning rate does not reach optimizer.lr")],
 )  # fmt: skip
-def test_a_schedule_longer_than_the_run_is_a_note(warmup_steps: int, says: str) -> None:
-    Path("run.toml").write_text(
-        f"[lr_scheduler]\nwarmup_steps = {warmup_steps}\ndecay_ratio = 0.9\n"
-    )
+def test_a_schedule_longer_than_the_run_is_a_note(warmup_steps: int | None, says: str) -> None:
+    given = f"warmup_steps = {warmup_steps}\n" if warmup_steps else ""
+    Path("run.toml").write_text(f"[lr_scheduler]\n{given}decay_ratio = 0.9\n")
     (note,) = require(load_config("run.toml", ["training.steps=100"], {}), 2)
     assert (note.kind, note.message) == ("note", says)
 

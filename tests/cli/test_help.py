@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from overland.cli.examples import HELP
-from overland.cli.main import app
+from overland.cli.main import OTHER_NAMES, app
 from tests.cli.processes import environment
 
 LEAVES = [name for name, (_, examples) in HELP.items() if examples]
@@ -83,3 +83,20 @@ def test_help_and_version_do_without_dashes() -> None:
     assert "overland [OPTIONS] COMMAND" in listed.output
     assert "supervise" not in listed.output
     assert CliRunner().invoke(app, ["version"]).output.startswith("overland ")
+
+
+@pytest.mark.parametrize("words", [["-h"], ["train", "-h"], ["data", "build", "-h"]])
+def test_the_short_option_shows_help_too(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, done.output[:6]) == (0, "Usage:")
+
+
+def test_words_of_other_tools_name_the_verb() -> None:
+    verbs = {one.name or one.callback.__name__ for one in app.registered_commands if one.callback}
+    verbs |= {str(group.name) for group in app.registered_groups}
+    for word, verb in OTHER_NAMES.items():
+        assert word not in verbs
+        assert verb.split()[0].strip("`") in verbs
+    done = CliRunner().invoke(app, ["finetune", "run.toml"])
+    assert done.exit_code == 2
+    assert "`overland train`" in done.output

@@ -28,6 +28,11 @@ BROKEN = [
         "run.toml:2: training.lr = 0.0003: unknown key; did you mean optimizer.lr?",
     ),
     Broken(
+        "A loss, which is an objective here",
+        '[training]\nloss = "mse"\n',
+        'run.toml:2: training.loss = "mse": unknown key; did you mean training.objective?',
+    ),
+    Broken(
         "Keys of other trainers",
         "[training]\nnum_epochs = 3\ngradient_accumulation_steps = 4\nlearning_rate = 3e-4\n\n"
         "[optimizer]\nbatch_size = 8\n",

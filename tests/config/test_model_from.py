@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.checks import check_config
+from overland.checks import check_config, require
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded, load_config
 from overland.config.write import to_toml
@@ -64,6 +64,16 @@ def test_a_folder_that_lacks_something_is_refused(model: Path, missing: str, say
     (model / missing).unlink()
     with pytest.raises(ConfigError, match=f'model.from = "model"?.*{says}'):
         load("model.from=model")
+
+
+def test_a_model_of_an_unknown_kind_names_the_key_that_was_written(model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": "mamba"}')
+    loaded = load(text='[model]\nfrom = "model"\n')
+    with pytest.raises(ConfigError) as raised:
+        require(loaded, 1)
+    (problem,) = [one for one in raised.value.problems if "model_type" in one.message]
+    assert str(problem).startswith('run.toml:2: model.from = "model": model/config.json: ')
+    assert "docs/extending.md" in problem.message
 
 
 def test_a_model_of_images_needs_no_tokenizer(model: Path) -> None:

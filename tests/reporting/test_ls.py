@@ -82,6 +82,36 @@ def test_what_is_no_run_is_left_out_and_what_is_torn_is_listed(tmp_path: Path) -
     assert done.stdout.count("\n") == 1 + len(found)
 
 
+def test_folders_with_the_names_of_files_and_recorded_runs_are_no_runs(tmp_path: Path) -> None:
+    for name in ("data", "submit", "metrics.jsonl", "sessions.jsonl"):
+        (tmp_path / "project" / name).mkdir(parents=True)
+    (tmp_path / "project" / "config.toml").write_text("")
+    make_run(tmp_path / "tests" / "recorded", done=3)
+    (tmp_path / "tests" / ".overlandignore").touch()
+    waiting = make_run(tmp_path / "waiting")
+    (waiting / "submit").mkdir()
+    (waiting / "submit" / "1.sh").write_text("")
+    odd = make_run(tmp_path / "odd")
+    (odd / "metrics.jsonl").mkdir()
+    (odd / "sessions.jsonl").write_text("")
+    found = {Path(one["run"]).name: one for one in ls(tmp_path)}
+    assert set(found) == {"waiting", "odd"}
+    assert found["odd"]["state"] == "unreadable"
+    assert "metrics.jsonl is a folder" in found["odd"]["because"]
+    assert [Path(one["run"]).name for one in ls(tmp_path / "tests")] == ["recorded"]
+
+
+def test_more_steps_than_the_config_now_asks_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=10, done=60)
+    (run / "done").write_text("60\n")
+    (listed,) = list_runs(tmp_path)
+    assert (listed.state, listed.step, listed.steps) == ("finished", 60, 10)
+    assert "60/10" not in table([listed], 200)[1]
+    shown = CliRunner().invoke(app, ["watch", str(run), "--once"]).stdout
+    assert "600" not in shown
+    assert "training.steps = 10" in shown
+
+
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

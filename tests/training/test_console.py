@@ -8,11 +8,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
+from overland.tools.closing import next_commands
 from overland.training.console import Pace, line_of, others
 from overland.training.screen import Screen
 from overland.training.status_line import Status, draw, smoothed, sparkline
@@ -30,6 +33,22 @@ with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup
         torch.ones(2) + 1
         p.step()
 """
+
+
+def test_the_next_command_trains_longer_than_what_is_done(tmp_path: Path) -> None:
+    """Also if the config asks for fewer steps than were taken before."""
+    for settings, done, longer in (
+        ({"steps": 10}, 10, "training.steps=20"),
+        ({"steps": 10}, 60, "training.steps=120"),
+        ({"steps": 10, "epochs": 1.0}, 60, "training.epochs=12"),
+    ):
+        config = JobConfig.model_validate(
+            {"job": {"dump_folder": str(tmp_path)}, "training": settings}
+        )
+        run: Any = SimpleNamespace(
+            config=config, folder=RunFolder.of(config), dataset=SimpleNamespace(tokenizer=None)
+        )
+        assert any(one.endswith(longer) for one in next_commands(run, done))
 
 
 WIDTHS = (40, 80, 120, 200)

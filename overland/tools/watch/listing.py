@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 from overland.errors import NoRun, sentence
 from overland.progress import progress_bar
 from overland.run_folder import ATTEMPTS, CONFIG, LIVE, METRICS, OWNER, PLAN, SESSIONS, SUBMITTED
-from overland.tools.watch.watch import STATES, RunStatus, Watch
+from overland.tools.watch.watch import STATES, RunStatus, Watch, newest_script
 from overland.training.history import END_BYTES, History
 from overland.words import command, duration, on_one_line, visible
 
 UNREADABLE = "unreadable"
 DEPTH = 4  # levels of folders below the given one
-TRACES = {METRICS, SESSIONS, OWNER, ATTEMPTS, LIVE, SUBMITTED, PLAN.partition("/")[0]}
+TRACES = {METRICS, SESSIONS, OWNER, ATTEMPTS, LIVE}
+IGNORE = ".overlandignore"  # runs in a folder with this file, such as recorded ones, are not listed
 SLURM_SECONDS = 5.0  # for all runs together
 LONGEST = 60  # characters of a reason
 
@@ -74,8 +75,10 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
             names = {one.name: one for one in entries}
     except OSError:  # another user's, or just deleted
         return
-    if is_run(set(names)):
+    if is_run(folder, names):
         yield folder
+        return
+    if IGNORE in names and depth < DEPTH:
         return
     for name in sorted(names) if depth else ():
         try:
@@ -86,9 +89,14 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
             yield from find_runs(folder / name, depth - 1)
 
 
-def is_run(names: set[str]) -> bool:
-    """Whether a folder with these names is a run; a config.toml alone could be anything."""
-    return len(names & {CONFIG, *TRACES}) > 1 and bool(names & {CONFIG, SESSIONS, ATTEMPTS})
+def is_run(folder: Path, entries: Mapping[str, os.DirEntry[str]]) -> bool:
+    """Whether a folder with these entries is a run; a config.toml alone could be anything."""
+    files = {name for name in {CONFIG, *TRACES} & set(entries) if not entries[name].is_dir()}
+    if SUBMITTED in entries and newest_script(folder) is not None:
+        files.add(SUBMITTED)
+    if (folder / PLAN).is_file():
+        files.add(PLAN)
+    return len(files) > 1 and bool(files & {CONFIG, SESSIONS, ATTEMPTS})
 
 
 def look(run: Path, patience: float) -> ListedRun:
@@ -136,7 +144,8 @@ def table(runs: list[ListedRun], width: int) -> list[str]:
 
 
 def row_of(one: ListedRun) -> tuple[str, ...]:
-    step = f"{one.step:,}" + (f"/{one.steps:,}" if one.steps else "")
+    # More steps than that were taken before it was lowered.
+    step = f"{one.step:,}" + (f"/{one.steps:,}" if one.steps and one.step <= one.steps else "")
     first = next(iter(one.held_out.values()), None)
     return (
         on_one_line(one.run),

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from overland.tools.watch.watch import STATES, RunStatus, transferred
 from overland.training.history import thinned
-from overland.words import duration, number_of, visible
+from overland.words import duration, number_of
 
 COLOURS = {
     "training": "green",
@@ -69,6 +69,8 @@ def headline(seen: RunStatus) -> Text:
 def step_line(seen: RunStatus) -> RenderableType:
     if not seen.steps:
         return Text(f"{seen.step:,}")
+    if seen.step > seen.steps:
+        return Text(f"{seen.step:,}; training.steps = {seen.steps:,} was set later")
     line = Table.grid(padding=(0, 2))
     share = seen.step / seen.steps
     line.add_row(
@@ -179,7 +181,7 @@ def checkpoints_line(seen: RunStatus) -> Text | None:
 def evaluation_line(seen: RunStatus) -> Text | None:
     """Shows the newest perplexity on each dataset."""
     words = [
-        f"{visible(str(one['name']))} perplexity {one['perplexity']:,.2f} at step {one['step']:,}"
+        f"{one['name']} perplexity {one['perplexity']:,.2f} at step {one['step']:,}"
         for one in seen.evaluations
         if isinstance(one.get("perplexity"), int | float)
     ]
