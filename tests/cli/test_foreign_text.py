@@ -97,7 +97,7 @@ def test_no_verb_prints_control_characters(command: Command, tmp_path: Path) -> 
         ("config", "convert", config, "new.toml"),
         ("data", "inspect", named),
         ("data", "inspect", "data.jsonl"),
-        ("convert", weights, tmp_path / "out", "--to", "hf"),
+        ("convert", weights, tmp_path / "out\x1b[31m", "--to", "hf"),
         ("generate", weights, "x"),
         ("eval", run),
         ("submit", config, "--site", BAD),
