@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from overland.checks import adapters, effect, files, hyperparameters, machine, model, parallelism
 from overland.checks.vocabulary import with_new_tokens
+from overland.config.derived import smallest_world
 from overland.config.errors import ConfigError, Problem, ProblemKind
 from overland.config.load import Loaded, in_order, load_config
 from overland.config.schema import JobConfig
+from overland.world.devices import num_local_ranks
 
 __all__ = ["check_config", "check_sizes", "load_checked", "require"]
 
@@ -113,6 +115,15 @@ def check_sizes(loaded: Loaded, world_size: int | None) -> list[Problem]:
         if not _reads_dropped(loaded, keys):
             problems += sized(loaded, world_size)
     return problems
+
+
+def devices_for(loaded: Loaded) -> tuple[int, Problem | None]:
+    """Returns the number of devices to describe a config for: as many as `overland train` would use
+    on this machine, or, for a config that does not fit them (with the reason), the fewest that its
+    degrees fit on."""
+    here = num_local_ranks()
+    problems = [problem for problem in check_sizes(loaded, here) if problem.kind != "note"]
+    return (smallest_world(loaded.config.parallelism), problems[0]) if problems else (here, None)
 
 
 def require(

@@ -57,6 +57,14 @@ def takes_tokens(config: JobConfig) -> bool:
         return False
 
 
+def names_no_set(config: JobConfig) -> bool:
+    """Whether validation reads only held-out documents or validation.sets."""
+    validation = config.validation
+    is_named = validation.dataset is not None or validation.dataset_path is not None
+    others = bool(validation.sets or config.data.holdout)
+    return bool(validation.enable) and not is_named and others
+
+
 RULES = [
     # The data
     Rule(
@@ -82,6 +90,13 @@ RULES = [
         lambda c: c.data.packing != "pack",
         'only data.packing = "pack" cuts documents at the end of a window',
         ("data.packing", "sft.shape", "preference.loss"),
+    ),
+    Rule(
+        ("data.document_mask",),
+        lambda c: c.data.packing in ("trunc", "overflow"),
+        "with this data.packing no sequence has two documents",
+        ("data.packing",),
+        is_switch=True,
     ),
     Rule(
         ("training.seq_len",),
@@ -121,6 +136,13 @@ RULES = [
         lambda c: c.lr_scheduler.decay_type == "constant",
         'lr_scheduler.decay_type = "constant" does not decay',
         ("lr_scheduler.decay_type",),
+    ),
+    Rule(
+        ("lr_scheduler.total_steps",),
+        lambda c: c.lr_scheduler.decay_type == "constant" and c.lr_scheduler.warmup_ratio is None,
+        'lr_scheduler.decay_type = "constant" has no end',
+        ("lr_scheduler.decay_type",),
+        is_switch=True,
     ),
     # Losses
     Rule(
@@ -189,6 +211,12 @@ RULES = [
         "set validation.enable = true",
         ("validation.enable",),
         is_switch=True,
+    ),
+    Rule(
+        inside("validation", "column", "subset", "split"),
+        names_no_set,
+        "they choose a part of validation.dataset or validation.dataset_path, which are not set",
+        ("data.holdout",),
     ),
     Rule(
         ("validation.local_batch_size",),

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from overland.config.derived import SPLIT_BACKWARD, recomputes_some_split_blocks, settle_dtype
-from overland.config.errors import Problem
+from overland.config.errors import Problem, ProblemKind
 from overland.config.load import Loaded
 from overland.errors import ModelError
 from overland.models.registry import model_config
@@ -25,7 +25,9 @@ def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
         return
     lack = _lack_of(backend)
     if lack:
-        yield Problem(lack, loaded.where(key), key, backend, kind="machine")
+        # Builds with MPI are made by hand, so another machine's torch would lack it too.
+        kind: ProblemKind = "invalid" if backend == "mpi" else "machine"
+        yield Problem(lack, loaded.where(key), key, backend, kind=kind)
 
 
 def check_algorithms(loaded: Loaded) -> Iterator[Problem]:

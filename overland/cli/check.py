@@ -128,21 +128,19 @@ def devices_here(loaded: Loaded) -> tuple[int, str, list[str]]:
     """Returns the number of devices that `overland train` would use on this machine, in words too,
     and notes. A config that does not fit them is meant for another machine, and described for the
     fewest devices that its degrees fit on."""
-    from overland.checks import check_sizes
-    from overland.config.derived import smallest_world
+    from overland.checks import devices_for
     from overland.world.devices import device_name, num_local_ranks
 
-    here = num_local_ranks()
-    problems = [problem for problem in check_sizes(loaded, here) if problem.kind != "note"]
-    if not problems:
+    number, problem = devices_for(loaded)
+    if problem is None:
         how = "as `overland train` would use here; --world-size checks another number"
-        return here, f"{here:,} × {device_name(loaded.config.training.device)} ({how})", []
-    fewest = smallest_world(loaded.config.parallelism)
+        return number, f"{number:,} × {device_name(loaded.config.training.device)} ({how})", []
     note = (
-        f"`overland train` would refuse this config on the {number_of(here, 'device')} of this "
-        f"machine ({problems[0]}); checked for {fewest:,} instead (--world-size)"
+        f"`overland train` would refuse this config on the "
+        f"{number_of(num_local_ranks(), 'device')} of this machine ({problem}); checked for "
+        f"{number:,} instead (--world-size)"
     )
-    return fewest, f"{fewest:,}", [note]
+    return number, f"{number:,}", [note]
 
 
 def run_lines(config: JobConfig, world_size: int, devices: str) -> dict[str, str]:

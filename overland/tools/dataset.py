@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from overland.arguments import integer, path_of
+from overland.checks import devices_for
 from overland.checks.model import check_custom_import
 from overland.checks.vocabulary import with_new_tokens
 from overland.config.arguments import ngpu
@@ -74,7 +75,8 @@ def open_dataset(source: JobConfig | str | Path) -> TrainingSet:
         source: What `overland.load_config` returned, or a run folder, whose plan is read.
     """
     if isinstance(source, JobConfig):
-        return TrainingSet(_of_config(validate_again(source, "the config"), Preparer()))
+        devices = ngpu(os.environ) or 1  # as `overland.train` has
+        return TrainingSet(_of_config(validate_again(source, "the config"), Preparer(), devices))
     return TrainingSet(open_step(str(path_of(source, "source")), [], 1)[0])
 
 
@@ -95,7 +97,8 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
         raise ConfigError(problems)
     loaded = found.config
     if not is_run:
-        return _of_config(loaded, Preparer(report=_say)), step - 1
+        devices = ngpu(os.environ) or devices_for(found)[0]
+        return _of_config(loaded, Preparer(report=_say), devices), step - 1
     vocab_size = getattr(model_config(loaded.model), "vocab_size", None)
     folder = RunFolder.of(loaded.model_copy(update={"job": Job(dump_folder=str(run))}))
     fed = read_ledger(folder.ledger).fed if folder.ledger.is_file() else {}
@@ -106,23 +109,21 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     return planned_data(loaded, vocab_size, run), batch
 
 
-def _of_config(config: JobConfig, preparer: Preparer) -> Dataset:
+def _of_config(config: JobConfig, preparer: Preparer, devices: int) -> Dataset:
     vocab_size = getattr(model_config(config.model), "vocab_size", None)
-    memory = RunFolder.of(config).data
-    return training_data(config, global_batch_size(config), vocab_size, preparer, memory)
+    memory, size = RunFolder.of(config).data, global_batch_size(config, devices)
+    return training_data(config, size, vocab_size, preparer, memory)
 
 
 def _say(message: str) -> None:
     print(visible(message), file=sys.stderr)
 
 
-def global_batch_size(config: JobConfig) -> int:
-    """Returns the global batch size of the config; if it depends on the number of devices, for NGPU
-    devices."""
+def global_batch_size(config: JobConfig, num_devices: int) -> int:
+    """Returns the global batch size of the config, which may depend on the number of devices."""
     size = config.training.global_batch_size
     if size != -1:
         return size
-    num_devices = ngpu(os.environ) or 1
     print(
         f"note: training.global_batch_size depends on the number of devices; shown for "
         f"{num_devices} (set NGPU=N to change it)",

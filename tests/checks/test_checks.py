@@ -571,3 +571,11 @@ def test_epochs_and_a_ratio_are_written_without_the_keys_that_they_replace() -> 
     again = load_config("again.toml", (), {})
     assert again.config == loaded.config
     assert list(check_config(again, 8)) == []
+
+
+def test_a_backend_that_no_build_has_is_refused_by_check_too() -> None:
+    """Another machine may have nccl; a torch with MPI is built by hand."""
+    for backend, kind in (("mpi", "invalid"), ("nccl", "machine")):
+        loaded = load_config("run.toml", (), {"COMM_BACKEND": backend})
+        (problem,) = [p for p in check_config(loaded, 8) if p.key == "comm.backend"]
+        assert problem.kind == kind

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from overland.checks import devices_for
 from overland.cli.data_preview import render
+from overland.config.load import load_config
+from overland.tools.dataset import open_step
 from tests.cli.processes import TINY, environment, overland
 
 WORDS = [*TINY, "training.steps=3", "validation.enable=false", "metrics.sample_prompt="]
@@ -110,3 +113,19 @@ def test_a_conversation_shows_what_is_learned_with_and_without_colours() -> None
     assert coloured.style == ""  # bold text would not look dim
     styles = {coloured.plain[span.start : span.end]: str(span.style) for span in coloured.spans}
     assert (styles["b"], styles["a\\x1b[2J"]) == ("cyan", "cyan dim")
+
+
+def test_a_config_is_shown_for_the_devices_that_check_describes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def captured(config: object, size: int, *_: object) -> None:
+        raise StopIteration(size)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NGPU", raising=False)
+    monkeypatch.setattr("overland.checks.num_local_ranks", lambda: 3)
+    monkeypatch.setattr("overland.tools.dataset.training_data", captured)
+    settings = ["training.global_batch_size=-1", "training.local_batch_size=2"]
+    with pytest.raises(StopIteration, match=r"^6$"):
+        open_step("quickstart", settings, 1)
+    assert devices_for(load_config("quickstart", settings))[0] == 3

@@ -167,3 +167,12 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
         file.write(line(201, 201.0))
     history.read_on()
     assert history.newest["step"] == 201
+
+
+def test_a_config_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=50, done=50)
+    (run / "done").write_text("50\n")
+    (before,) = ls(run)
+    assert (before["state"], before["because"]) == ("finished", "")
+    (run / "config.toml").write_text("[training\n")
+    assert "config.toml cannot be read" in ls(run)[0]["because"]

@@ -71,7 +71,8 @@ def verify_logits(
     is_asked: bool = True,
 ) -> tuple[float | None, str]:
     """Returns the largest difference between the logits of the two, on fixed tokens, in float32
-    (for a model of arrays: between losses on fixed noise). Returns None and the reason if they
+    (for a model of arrays: between losses on fixed noise). A target in fewer bits must have the
+    logits of the source's weights rounded to them. Returns None and the reason if they
     cannot be compared; size and a missing config are errors only if `is_asked`."""
     if source.own_model:
         return None, f"{source.own_model} is a custom model"
@@ -92,6 +93,9 @@ def verify_logits(
         with torch.no_grad():
             before = model_with_weights(source, config)(**inputs)
             after = model_with_weights(written, read_hf_config(written_config))(**inputs)
+            rounded = before
+            if source.adapter is None:
+                rounded = model_with_weights(source, config, written)(**inputs)
     except ModelError as error:  # adapters on a matrix that our LoRA does not support
         return None, str(error)
     difference = float((before - after).abs().max())
@@ -99,7 +103,7 @@ def verify_logits(
     limit = TOLERANCE
     if source.adapter is not None and dtype.itemsize < 4:  # rounded after merging, not before
         limit += ROUNDED * torch.finfo(dtype).eps * float(before.abs().max())
-    if not difference <= limit:
+    if not float((rounded - after).abs().max()) <= limit:
         raise CheckpointError(
             f"the logits of the target differ by {difference:.2g} from the source's; {_AGAIN}"
         )
@@ -126,8 +130,11 @@ def _some_inputs(config: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def model_with_weights(source: LazyCheckpoint, config: Any) -> nn.Module:
-    """Returns Overland's own model with the source's weights and adapters, in float32."""
+def model_with_weights(
+    source: LazyCheckpoint, config: Any, rounded_as: LazyCheckpoint | None = None
+) -> nn.Module:
+    """Returns Overland's own model with the source's weights and adapters, in float32, each rounded
+    to the dtype that it has in `rounded_as`."""
     model = build_model(config)
     if source.adapter is not None:
         settings = settings_of(source.adapter, source.folder)
@@ -137,5 +144,8 @@ def model_with_weights(source: LazyCheckpoint, config: Any) -> nn.Module:
         for name, parameter in model.named_parameters():
             if MODEL + name not in source.tensors:
                 raise CheckpointError(f"{name} is missing, so there are no logits to compare")
-            parameter.copy_(source.read(MODEL + name))
+            tensor = source.read(MODEL + name)
+            if rounded_as is not None and (other := rounded_as.tensors.get(MODEL + name)):
+                tensor = tensor.to(other.dtype)
+            parameter.copy_(tensor)
     return model.eval()

@@ -207,6 +207,8 @@ class Watch:
             seen.step = max(seen.step, seen.checkpoints.step)
         seen.last_sign = last_sign(self.run, live, owner, newest, self.events)
         seen.state, seen.because = judge_state(self.run, seen, live, owner, self.events)
+        if not config and (self.run / CONFIG).is_file():
+            seen.because = seen.because or f"{CONFIG} cannot be read"
         if seen.state in ("finished", "stopped", "failed", "silent", "waiting"):
             seen.slowest, seen.late, seen.checkpoints.saving = None, [], None
         elif isinstance(live.get("transfer"), dict):

@@ -11,6 +11,7 @@ import torch
 from overland.checkpoint.formats import FORMATS, TARGETS, Options, lazy, open_any
 from overland.errors import CheckpointError
 from overland.tools.convert import convert
+from tests.jobs import write_model
 from tests.models.tiny import LLAMA3_ROPE, hf
 
 from .samples import assert_same, contents, tiny_config, tiny_source
@@ -261,3 +262,11 @@ def test_bytes_are_counted_as_they_are_read(
     assert counts == [1000] * 80
     stored.load()
     assert len(counts) == 80
+
+
+def test_a_target_in_fewer_bits_has_the_logits_of_rounded_weights(tmp_path: Path) -> None:
+    done = convert(write_model(tmp_path / "a"), tmp_path / "b", "hf", dtype="bfloat16",
+                   verify="logits")  # fmt: skip
+    assert done.logits_difference is not None
+    assert 1e-4 < done.logits_difference < 0.1  # next to the weights that were not rounded
+    assert (tmp_path / "b" / "model.safetensors").is_file()
