@@ -531,8 +531,9 @@ class Data(Section):
     """What the weights apply to. tokens: sequences, each from one source; rows: documents, which
     are then packed together."""
     holdout: NonNegativeInt | Annotated[float, Field(ge=0, lt=1)] = 0
-    """Documents of each source to hold out for validation: a fraction, such as 0.01, or an
-    approximate number. A document stays in its split when data is added."""
+    """Documents to hold out for validation: a fraction, such as 0.01, or a number over all sources,
+    which is exact. Copies of a document stay together, and no document that was trained on is held
+    out when data is added."""
     packing: Literal["pack", "overflow", "trunc", "best_fit"] = "pack"
     """pack: concatenate documents and cut them into sequences; overflow: each document starts a new
     sequence and continues in further ones; trunc: each document is one sequence, truncated;

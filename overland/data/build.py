@@ -97,7 +97,7 @@ def build(
     """Makes the missing shards of one part (its number, and the number of parts)."""
     layout = read_layout(folder)
     totals = _read_totals(layout)
-    if totals is not None:
+    if totals is not None and not _missing(layout, range(layout.num_shards)):
         return Built(layout, BuildState(0, layout.documents_per_shard), totals)
     layout.keep_path.touch()
     number, count = part

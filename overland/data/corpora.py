@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,8 @@ class Preparer:
     report: Callable[[str], None] = lambda message: None
     tokenizer: Path | None = None
     """Folder of the tokenizer that this run trained earlier."""
+    holdout: Mapping[str, float] | None = None
+    """The held-out share of each source of the run that is resumed: `kept_shares`."""
     policy: Policy = UNKNOWN
     """The policy that the resumed run began with, as far as it is known: `kept_policy`."""
 
@@ -262,17 +264,21 @@ def laid_out_by(
 ) -> Path | None:
     """Calls `lay_out` or `find_laid_out` with the settings of the config."""
     data = config.data
-    shard_documents = max(1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW))
     with named_by_keys():
         return how(
             name,
             source,
             tokenizer,
             streams_root(config),
-            shard_documents=shard_documents,
+            shard_documents=shard_documents(data),
             skip_bad=data.bad_documents == "skip",
             vocab_size=vocab_size,
         )
+
+
+def shard_documents(data: Settings) -> int:
+    """Returns the number of documents to put into a shard."""
+    return max(1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ LOOK_SECONDS = 0.25  # between checks of a claim, each of which takes a few file
 # processes have started.
 FEW_SHARDS = 2
 FEW_DOCUMENTS = 8192
+VERIFIERS = 4  # threads: hashing runs at about 1 GB/s each
 
 
 def open_corpus(
@@ -80,8 +82,6 @@ class Corpus:
         self.kind: Kind = layout.kind
         self.arrays, self.channels = layout.arrays, layout.channels or {}
         self.dtype = layout.dtype
-        self.verifies = False
-        """Whether opening a shard reads all of it and verifies its checksum."""
         self.open_source, self._open_tokenizer = open_source, open_tokenizer
         self._processes = processes
         self._is_little = self.num_shards <= FEW_SHARDS and (
@@ -100,6 +100,8 @@ class Corpus:
         self._bad: dict[int, int] = {}
         self._counts: dict[int, Mapping[str, int]] = {}
         self._empty: set[int] = set()
+        self._verified: dict[int, tuple[int, int]] = {}
+        """The identity of each shard whose checksum was verified."""
         self._expected: list[int] = []
         self._is_closed = False
         self._lock, self._making = threading.RLock(), threading.Lock()
@@ -139,9 +141,14 @@ class Corpus:
     def sizes(self) -> npt.NDArray[np.int64] | None:
         """Returns the documents and tokens of every shard if all are built, memory-mapped."""
         try:
-            return np.load(self.layout.sizes_path, mmap_mode="r")
+            sizes: npt.NDArray[np.int64] = np.load(self.layout.sizes_path, mmap_mode="r")
         except FileNotFoundError:
             return None
+        except (ValueError, EOFError):
+            raise DamagedSizes(self.layout.sizes_path) from None
+        if sizes.dtype != np.int64 or sizes.shape != (self.num_shards, 2):
+            raise DamagedSizes(self.layout.sizes_path)
+        return sizes
 
     def shard(self, number: int) -> Shard:
         """Opens a shard, once it exists."""
@@ -155,14 +162,26 @@ class Corpus:
                 self._opened[number] = shard
                 return shard
         shard = self._await(number)
-        if self.verifies:
-            shard.verify()
         with self._lock:
             self._opened[number] = shard
             if len(self._opened) > OPEN_SHARDS:
                 self._opened.popitem(last=False)
             self._count(number, shard)
         return shard
+
+    def verified(self, numbers: Sequence[int]) -> list[Shard]:
+        """Opens shards and verifies the checksum of each, once in this process."""
+        shards = [self.shard(number) for number in numbers]
+        new = {
+            number: shard
+            for number, shard in zip(numbers, shards, strict=True)
+            if self._verified.get(number) != shard.identity
+        }
+        if new:
+            with ThreadPoolExecutor(VERIFIERS) as pool:
+                list(pool.map(Shard.verify, new.values()))
+            self._verified |= {number: shard.identity for number, shard in new.items()}
+        return shards
 
     def expect(self, numbers: Sequence[int]) -> None:
         """Announces the shards that are needed next, in this order: background processes make the
@@ -275,6 +294,16 @@ class Corpus:
             self._bad[number] = shard.info.num_bad
         if shard.info.counts:
             self._counts[number] = shard.info.counts
+
+
+class DamagedSizes(DataError):
+    """Raised when the sizes of a built corpus are not those of its shards."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"{path} is damaged: it does not have the sizes of the shards; delete it and build the "
+            "corpus again, which keeps its shards"
+        )
 
 
 class ShardCache:

@@ -1,8 +1,11 @@
-"""Holds out a share of the documents for validation, chosen by their content.
+"""Holds out some documents for validation, chosen by their content.
 
 Each document has a mark, a keyed hash of its tokens without BOS and EOS, and is held out if the
-mark is below the share. A document therefore stays on its side when files are added, moved or
-shuffled, whatever the seed, and all copies of it are on the same side. Shards contain all
+mark is below a limit. All sources of a run have the same limit, so all copies of a document are on
+the same side, wherever they are. A share gives the limit at once. A number of documents is exact:
+the limit lies between the marks of the last document that is held out and the next one, so all
+documents have to be marked before the first step. The limit is fixed when a run begins. A document
+stays on its side when files are moved or shuffled, and whatever the seed. Shards contain all
 documents; the side of each is decided when they are read.
 """
 
@@ -10,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
-from functools import partial
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,41 +24,106 @@ from overland.config.schema import Data as Settings
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import CorpusLayout
 from overland.data.shard import Shard
-from overland.data.sources.source import FileSource
 from overland.errors import DataError
 from overland.files import replaced
+from overland.run_folder import PLAN
+from overland.words import any_of, number_of
 
 KEY = b"overland: held out or not"
-FORMAT = 1
+FORMAT = 2
+MARKS = f"marks-{FORMAT}"
 
 Marks = npt.NDArray[np.uint64]
 FEW_SHARDS = 2  # up to 8,192 documents, which have to be tokenized before the first step anyway
+# A number of documents is exact for a source of up to this many shards (65,536 documents or 1 GiB
+# of text, a few minutes of one core): larger ones have to be built first.
+COUNTED_SHARDS = 16
 
 
 def held_out_documents(corpus: Corpus, number: int, share: float) -> npt.NDArray[np.bool_]:
     """Returns which documents of a shard are held out."""
-    limit = np.uint64(min(round(share * 2**64), 2**64 - 1))
-    return _kept_marks(corpus.layout, corpus.shard(number), number) < limit
+    return _kept_marks(corpus, number) < np.uint64(limit_of(share))
 
 
-def share_of(data: Settings, corpus: Corpus) -> float:
-    """Returns the share that `data.holdout` resolves to for a corpus. A number of documents is
-    converted to a share of the estimated total, so it is met only roughly."""
-    share = share_of_documents(data, corpus.name, partial(_num_documents, corpus))
-    check_both_sides(corpus, share)
+def limit_of(share: float) -> int:
+    return min(round(share * 2**64), 2**64 - 1)
+
+
+def share_of(data: Settings, corpora: Mapping[str, Corpus], report: Callable[[str], None]) -> float:
+    """Returns the share that `data.holdout` resolves to, the same for all sources."""
+    if isinstance(data.holdout, float) or not data.holdout:
+        return float(data.holdout)
+    for name, corpus in corpora.items():
+        check_countable(data.holdout, name, corpus.num_shards, corpus.is_complete)
+    names = any_of(list(corpora), "and")
+    report(f"choosing the {number_of(data.holdout, 'document')} of {names} to hold out")
+    share = _share_between(*_last_two(data.holdout, corpora))
+    report(f"{number_of(data.holdout, 'document')} of {names} held out of training (data.holdout)")
     return share
 
 
-def share_of_documents(data: Settings, name: str, count: Callable[[], int]) -> float:
-    if isinstance(data.holdout, float) or not data.holdout:
-        return float(data.holdout)
-    total = count()
-    if data.holdout >= total:
+def check_countable(wanted: int, name: str, num_shards: int, is_built: bool) -> None:
+    """Raises an error if it would take too long to mark all documents of a source."""
+    if not is_built and num_shards > COUNTED_SHARDS:
         raise DataError(
-            f"data.holdout = {data.holdout:,} would hold out all of {name}, which has about "
-            f"{total:,} documents: lower it"
+            f"data.holdout = {wanted:,} is a number of documents, which requires all documents to "
+            f"be tokenized before the first step, and {name} is too large for that: set a share, "
+            f"such as data.holdout = 0.01, or build it first with `overland data build`"
         )
-    return data.holdout / total
+
+
+def check_fewer(wanted: int, names: list[str], total: int) -> None:
+    """Raises an error if nothing would be left to train on."""
+    if wanted >= total:
+        raise DataError(
+            f"data.holdout = {wanted:,} would hold out all of {any_of(names, 'and')}, which has "
+            f"{total:,} different documents: lower it"
+        )
+
+
+def _last_two(wanted: int, corpora: Mapping[str, Corpus]) -> tuple[int, int]:
+    """Returns the largest mark among the documents to hold out, and the next larger one."""
+    lowest = np.zeros(0, np.uint64)
+    for corpus in corpora.values():
+        corpus.expect(range(corpus.num_shards))
+        for number in range(corpus.num_shards):
+            lowest = np.union1d(lowest, _kept_marks(corpus, number))[: wanted + 1]
+    check_fewer(wanted, list(corpora), len(lowest))
+    return int(lowest[-2]), int(lowest[-1])
+
+
+def _share_between(last: int, next_: int) -> float:
+    """Returns a share whose limit is above the first mark, but not above the second."""
+    share = ((last + next_ + 1) // 2) / 2**64
+    if not last < limit_of(share) <= next_:  # 53 bits are too few; no one will ever see it
+        raise DataError("two documents have almost the same hash: set another data.holdout")
+    return share
+
+
+def kept_shares(run: Path, data: Settings) -> dict[str, float] | None:
+    """Returns the held-out share of each source of an existing run that holds out a number of
+    documents, or None. Earlier versions did not store the number; their shares are kept."""
+    try:
+        kept = json.loads((run / PLAN).read_text())
+        sources = kept["plan"]["sources"]
+        found = {name: float(one.get("holdout", 0.0)) for name, one in sources.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    before = kept.get("holdout", data.holdout)
+    if before != data.holdout:
+        raise DataError(
+            f"data.holdout is {data.holdout}, but this run began with {before}: it would validate "
+            "on documents that it was trained on; set it back, or start a new run with --resume "
+            "none"
+        )
+    is_number = data.holdout and not isinstance(data.holdout, float)
+    return found if is_number and any(found.values()) else None
+
+
+def share_for_new(kept: Mapping[str, float]) -> float:
+    """Returns the share of a source that is added to a run: the smallest one, so that no document
+    that was trained on is held out. (In runs of earlier versions each source had its own.)"""
+    return min((share for share in kept.values() if share), default=0.0)
 
 
 def require_both_sides(name: str, share: float, held_out: int, total: int) -> None:
@@ -69,18 +137,28 @@ def require_both_sides(name: str, share: float, held_out: int, total: int) -> No
         )
 
 
-def check_both_sides(corpus: Corpus, share: float) -> None:
-    """Raises an error if one side is empty. A small corpus is tokenized for that if necessary; in
-    a larger one that is not yet built, an empty side is detected during training."""
-    if not share or (corpus.sizes() is None and corpus.num_shards > FEW_SHARDS):
-        return
-    held = total = 0
-    for number in range(corpus.num_shards):
-        found = held_out_documents(corpus, number, share)
-        held, total = held + int(found.sum()), total + len(found)
-        if 0 < held < total:
-            return
-    require_both_sides(corpus.name, share, held, total)
+def without_held_out(corpora: Mapping[str, Corpus], shares: Mapping[str, float]) -> list[str]:
+    """Returns the sources that have no held-out document, as far as that is known: small ones are
+    tokenized for that if necessary; in a larger one that is not yet built, an empty side is
+    detected during training. Raises an error if no source has one, or one has nothing else."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, corpus in corpora.items():
+        if not shares[name] or (not corpus.is_complete and corpus.num_shards > FEW_SHARDS):
+            continue
+        held = total = 0
+        for number in range(corpus.num_shards):
+            sides = held_out_documents(corpus, number, shares[name])
+            held, total = held + int(sides.sum()), total + len(sides)
+            if 0 < held < total:
+                break
+        if held:
+            require_both_sides(name, shares[name], held, total)
+        found[name] = held, total
+    empty = [name for name, (held, _) in found.items() if not held]
+    if len(empty) == sum(map(bool, shares.values())) and empty:
+        total = sum(total for _, total in found.values())
+        require_both_sides(any_of(empty, "and"), shares[empty[0]], 0, total)
+    return empty
 
 
 def marks_of(shard: Shard, layout: CorpusLayout) -> Marks:
@@ -96,30 +174,29 @@ def marks_of(shard: Shard, layout: CorpusLayout) -> Marks:
     return marks
 
 
-def _kept_marks(layout: CorpusLayout, shard: Shard, number: int) -> Marks:
-    """Returns the marks of a shard, cached in a file so that not every rank reads every token."""
-    path = _path(layout, number)
+def _kept_marks(corpus: Corpus, number: int) -> Marks:
+    """Returns the marks of a shard, cached in a file so that not every rank reads every token. The
+    file begins with a seal of the marks and of their shard; a damaged one is written again."""
+    shard, path = corpus.shard(number), _path(corpus.layout, number)
     with contextlib.suppress(OSError, ValueError):
-        marks: Marks = np.load(path)
-        if marks.dtype == np.uint64 and len(marks) == shard.info.num_documents:
-            return marks
-    marks = marks_of(shard, layout)
+        kept: Marks = np.load(path)
+        is_whole = kept.dtype == np.uint64 and kept.shape == (1 + shard.info.num_documents,)
+        if is_whole and kept[0] == _seal(kept[1:], shard):
+            return kept[1:]
+    corpus.verified([number])
+    marks = marks_of(shard, corpus.layout)
     with contextlib.suppress(OSError):  # the corpus may be read-only
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path, shared=True, durable=False) as file:
-            np.save(file, marks)
+            np.save(file, np.concatenate(([_seal(marks, shard)], marks)))
     return marks
+
+
+def _seal(marks: Marks, shard: Shard) -> np.uint64:
+    content = bytes.fromhex(shard.info.checksum) + marks.astype("<u8").tobytes()
+    return np.uint64(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
 
 
 def _path(layout: CorpusLayout, number: int) -> Path:
     shard = layout.shard_path(number)
-    return layout.folder / f"marks-{FORMAT}" / shard.parent.name / f"{shard.stem}.npy"
-
-
-def _num_documents(corpus: Corpus) -> int:
-    sizes = corpus.sizes()
-    if sizes is not None:
-        return int(sizes[:, 0].sum())
-    source = corpus.open_source() if corpus.open_source is not None else None
-    about = source.about_documents() if isinstance(source, FileSource) else None
-    return round(about or corpus.num_shards * corpus.documents_per_shard)
+    return layout.folder / MARKS / shard.parent.name / f"{shard.stem}.npy"

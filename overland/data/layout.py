@@ -205,6 +205,15 @@ def sketch(
     )
 
 
+def count_shards(source: Source, shard_documents: int) -> int:
+    """Returns the number of shards that `lay_out` would make."""
+    chunks, marks = list_chunks(source), {}
+    if isinstance(source, FileSource):
+        files = {file for chunk in chunks for file in source.files_of(chunk)}
+        marks = {file: FileMark((source.root / file).stat().st_size, 0, "") for file in files}
+    return len(_group(chunks, _weigh(source, chunks, marks, 0), shard_documents))
+
+
 def _policy(
     name: str,
     source: Source,

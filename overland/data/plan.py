@@ -136,9 +136,9 @@ def check_same_order(plan: Plan, seed: int, window_documents: int, mixture: str)
 def check_same_holdout(name: str, ours: float, theirs: float) -> None:
     if ours != theirs:
         raise DataError(
-            f"data.holdout is a share of {theirs:.6g} of {name}, but this run began with "
-            f"{ours:.6g}: it would validate on documents that it was trained on; set it back, or "
-            "start a new run with --resume none"
+            f"data.holdout is a share of {theirs!r} of {name}, but this run began with {ours!r}: "
+            "it would validate on documents that it was trained on; set it back, or start a new "
+            "run with --resume none"
         )
 
 

@@ -26,7 +26,7 @@ from overland.data.corpora import (
 )
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import is_corpus, read_layout, source_changes
-from overland.data.holdout import share_of
+from overland.data.holdout import share_for_new, share_of, without_held_out
 from overland.data.layout import SHARD_DOCUMENTS
 from overland.data.leakage import check_held_out
 from overland.data.plan import (
@@ -203,16 +203,17 @@ def training_data(
     )
     if one_kind(corpora) is not None:
         segment = segment.for_samples()
+    shares = _holdout(data, corpora, preparer)
     planned = {
-        name: PlannedSource(
-            corpora[name].fingerprint, source.max_epochs, _holdout(data, corpora[name], preparer)
-        )
+        name: PlannedSource(corpora[name].fingerprint, source.max_epochs, shares.get(name, 0.0))
         for name, source in wanted.items()
     }
-    for name, source in planned.items():
-        if source.holdout:
-            share = f"about {100 * source.holdout:.3g}% of the documents"
-            preparer.report(f"{name}: {share} are held out of training")
+    empty = _without_held_out(corpora, shares, preparer)
+    for name, share in shares.items():
+        if name in empty:
+            preparer.report(f"note: {name}: none of its documents is held out of training")
+        elif isinstance(data.holdout, float):
+            preparer.report(f"{name}: about {100 * share:.3g}% of the documents are held out")
     plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
     name = training.dataset if len(wanted) == 1 else "mixture"
     rows = Sampler(plan, corpora, reading)
@@ -277,12 +278,18 @@ def validation_data(
     # Held-out documents are read a shard at a time, because a whole window is tokenized to find a
     # few of them. Notes were already reported for the training data.
     quiet = replace(preparer, report=lambda message: None)
-    for name, source in sources_of(config).items() if on_holdout else ():
-        table = training_table(config, name)
-        corpus = open_named_corpus(table, name, source, config, tokenizer, vocab_size, quiet)
-        if share := _holdout(config.data, corpus, quiet):  # random tokens have none
+    trained = {
+        name: open_named_corpus(
+            training_table(config, name), name, source, config, tokenizer, vocab_size, quiet
+        )
+        for name, source in (sources_of(config).items() if on_holdout else ())
+    }
+    shares = _holdout(config.data, trained, quiet)
+    empty = _without_held_out(trained, shares, quiet)
+    for name, share in shares.items():
+        if name not in empty:
             held = replace(segment, weights={name: 1.0})
-            datasets.append(_held_out_set(name, corpus, held, tokenizer, config, share))
+            datasets.append(_held_out_set(name, trained[name], held, tokenizer, config, share))
     for name, source in held_out_sources(config).items():
         table = validation_table(config, name)
         corpus = open_named_corpus(table, name, source, config, tokenizer, vocab_size, preparer)
@@ -381,9 +388,28 @@ def _as_planned(
     return found
 
 
-def _holdout(data: Settings, corpus: AnyCorpus, preparer: Preparer) -> float:
-    """Returns the held-out share of a corpus; the first rank counts its documents for all."""
-    return preparer.once(partial(share_of, data, corpus)) if isinstance(corpus, Corpus) else 0.0
+def _holdout(
+    data: Settings, corpora: Mapping[str, AnyCorpus], preparer: Preparer
+) -> dict[str, float]:
+    """Returns the held-out share of each corpus, without random tokens, which have no documents. A
+    resumed run keeps those that it began with; the first rank marks the documents for all."""
+    there = _of_documents(corpora)
+    if not data.holdout or not there:
+        return {}
+    if kept := preparer.holdout:
+        return {name: kept.get(name, share_for_new(kept)) for name in there}
+    return dict.fromkeys(there, preparer.once(partial(share_of, data, there, preparer.report)))
+
+
+def _without_held_out(
+    corpora: Mapping[str, AnyCorpus], shares: Mapping[str, float], preparer: Preparer
+) -> list[str]:
+    there = _of_documents(corpora)
+    return preparer.once(partial(without_held_out, there, shares)) if shares else []
+
+
+def _of_documents(corpora: Mapping[str, AnyCorpus]) -> dict[str, Corpus]:
+    return {name: corpus for name, corpus in corpora.items() if isinstance(corpus, Corpus)}
 
 
 def _pad_id(corpora: Mapping[str, AnyCorpus]) -> int:

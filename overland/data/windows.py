@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.corpus import Corpus
+from overland.data.corpus import Corpus, DamagedSizes
 from overland.data.holdout import held_out_documents
 from overland.data.order import Counts, permute, spread
 from overland.data.shard import Shard
@@ -231,7 +231,7 @@ class SourceWindows:
 
     def _open(self, window: int) -> Documents:
         numbers = self._shards(np.array([window]))
-        shards = [self.corpus.shard(number) for number in numbers.tolist()]
+        shards = self.corpus.verified(numbers.tolist())
         counts = np.array([shard.info.num_documents for shard in shards])
         total = int(counts.sum())
         file, place = spread(np.zeros_like(counts), counts)
@@ -254,11 +254,14 @@ class SourceWindows:
         if self.holdout:
             all_ = all_[self._on_this_side(numbers)]
             total = len(all_)
+        kept = np.bincount(all_.file, minlength=len(numbers))
+        tokens = np.bincount(all_.file, all_.length, minlength=len(numbers))
+        sizes = np.stack([kept, tokens.astype(np.int64)], axis=1)
         if self._sizes.flags.writeable:
-            kept = np.bincount(all_.file, minlength=len(numbers))
-            tokens = np.bincount(all_.file, all_.length, minlength=len(numbers))
-            self._sizes[numbers] = np.stack([kept, tokens.astype(np.int64)], axis=1)
+            self._sizes[numbers] = sizes
             self._check_any()
+        elif (self._sizes[numbers] != sizes).any():
+            raise DamagedSizes(self.corpus.layout.sizes_path)
         if not self.reading.shuffle or not total:
             return all_
         return all_[self._permute(np.arange(total), total, "documents", window)]

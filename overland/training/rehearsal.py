@@ -37,13 +37,14 @@ from overland.data.corpora import (
     named_by_keys,
     open_built,
     placeholder_words,
+    shard_documents,
     trained_size,
 )
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import is_corpus
-from overland.data.holdout import require_both_sides, share_of_documents
+from overland.data.holdout import check_countable, check_fewer, require_both_sides
 from overland.data.images import RandomImages
-from overland.data.layout import sketch
+from overland.data.layout import count_shards, sketch
 from overland.data.leakage import check_held_out
 from overland.data.plan import Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of
@@ -82,7 +83,7 @@ from overland.parallel.apply import freeze, transforms_for
 from overland.parallel.sharding import named_buffers, named_parameters
 from overland.run_folder import RunFolder
 from overland.training.readme import model_name
-from overland.training.resume import policy_of_the_resumed
+from overland.training.resume import policy_of_the_resumed, shares_of_the_resumed
 from overland.training.state import check_changes, check_same_optimizer
 from overland.training.vocabulary import new_rows_of
 from overland.words import any_of, counted_words
@@ -131,6 +132,10 @@ class Rehearsal:
     """The tokenizer, if it already exists."""
     tokens: set[str] = field(default_factory=set)
     """Sources that hold token ids, on which no tokenizer is trained."""
+    documents: dict[str, int] = field(default_factory=dict)
+    """The number of documents in each source for which it is known."""
+    counts_documents: bool = False
+    """Whether data.holdout is a number of documents, which the run has yet to choose."""
     taken: SampleFields | None = None
     """The arrays that the model takes; None: tokens."""
 
@@ -166,6 +171,10 @@ class Rehearsal:
             with self.told("data.mixture"):
                 if any(registry.is_made(name, source) for name, source in wanted.items()):
                     raise NoDocuments
+        with self.told("data.holdout"):
+            shares = shares_of_the_resumed(config, RunFolder.of(config))
+            is_number = config.data.holdout and not isinstance(config.data.holdout, float)
+            self.counts_documents = bool(is_number and shares is None)
         vocab_size = None
         if not self.lacks_model():
             architecture = model_config(config.model)
@@ -185,6 +194,8 @@ class Rehearsal:
                 built |= {name: corpus} if corpus is not None else {}
             if registry.is_made(name, source):
                 self.tokens.add(name)
+        with self.told("data.holdout"):
+            self.both_sides([name for name in wanted if not registry.is_made(name, wanted[name])])
         with self.told("data"):
             kept = one_tokenizer(self.given, built, asked_policy(config))
             # A tokenizer is trained if any source is text; otherwise the corpora bring theirs.
@@ -201,6 +212,18 @@ class Rehearsal:
                     corpus = self.source(table, name, source, tokenizer, vocab_size)
                     if corpus is not None and not isinstance(tokenizer, Untrained):
                         one_tokenizer(tokenizer, {name: corpus}, whose=OF_TRAINING)
+
+    def both_sides(self, names: list[str]) -> None:
+        """Checks that data.holdout leaves documents on both sides, if all sources were counted.
+        Which documents are held out depends on their tokens; how many is known well enough."""
+        holdout = self.loaded.config.data.holdout
+        if not holdout or not names or any(name not in self.documents for name in names):
+            return
+        total = sum(self.documents[name] for name in names)
+        if isinstance(holdout, float):
+            require_both_sides(any_of(names, "and"), holdout, round(holdout * total), total)
+        elif self.counts_documents:
+            check_fewer(holdout, names, total)
 
     def lacks_model(self) -> bool:
         """Whether the model's config.json has yet to be fetched, which `checks` reports."""
@@ -247,6 +270,9 @@ class Rehearsal:
             check_made_by(corpus.layout, self.loaded.config, table)
             self.fits(name, corpus.arrays)
             check_vocabulary(name, corpus.vocab_size, vocab_size)
+            sizes = corpus.sizes()
+            if sizes is not None and not is_validation(table):
+                self.documents[name] = int(sizes[:, 0].sum())
             return corpus
         source = open_wanted(self.loaded.config, table, name, wanted)
         self.fits(name, held_by(name, source))
@@ -277,11 +303,11 @@ class Rehearsal:
         if counted:
             message = f"{name}: of the first {documents:,} documents, {any_of(counted, 'and')}"
             self.problems.append(Problem(message, kind="note"))
+        if self.counts_documents and not is_validation(table):
+            num_shards = count_shards(source, shard_documents(data))
+            check_countable(int(data.holdout), name, num_shards, is_built=False)
         if is_all and not is_validation(table):
-            # Which documents are held out depends on their tokens; how many is known well enough.
-            share = share_of_documents(data, name, lambda: documents)
-            if share:
-                require_both_sides(name, share, round(share * documents), documents)
+            self.documents[name] = documents
         training = self.loaded.config.training
         batch = max(training.global_batch_size, training.local_batch_size)
         batch *= training.seq_len if layout.arrays is None else 1
@@ -429,7 +455,7 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
         if tokenizer is not None:
             check_same_tokenizer(saved, config, tokenizer)
         for name, source in sources_of(config).items():
-            share = config.data.holdout  # a number of documents would require counting them
+            share = config.data.holdout  # a number is compared with what the run folder says
             is_share = isinstance(share, float) or not share
             if name in saved.sources and is_share and not registry.is_made(name, source):
                 check_same_holdout(name, saved.sources[name].holdout, float(share))

@@ -19,7 +19,8 @@ from overland.checkpoint.formats.peft import OLD_WEIGHTS, WEIGHTS, open_peft
 from overland.checkpoint.formats.sparse import densify
 from overland.checkpoint.origin import Origin, mark_files
 from overland.config.adapter import ADAPTER_CONFIG
-from overland.config.schema import Checkpoint
+from overland.config.schema import Checkpoint, JobConfig
+from overland.data.holdout import kept_shares
 from overland.data.tokenizer import UNKNOWN, Policy
 from overland.data.tokenizer_choice import kept_policy
 from overland.errors import CheckpointError, MismatchError, ModelError
@@ -145,11 +146,24 @@ def together(run: Run, load: Callable[[], None]) -> None:
 
 def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
     """Returns which tokens the resumed run, if there is one, adds around its documents."""
+    run = _resumed(settings, folder)
+    return kept_policy(run) if run is not None else UNKNOWN
+
+
+def shares_of_the_resumed(config: JobConfig, folder: RunFolder) -> dict[str, float] | None:
+    """Returns the held-out share of each source of the resumed run, if there is one and it holds
+    out the same number of documents."""
+    run = _resumed(config.checkpoint, folder)
+    return kept_shares(run, config.data) if run is not None else None
+
+
+def _resumed(settings: Checkpoint, folder: RunFolder) -> Path | None:
+    """Returns the folder of the run that is resumed, if any."""
     if settings.resume == "auto":
-        return kept_policy(folder.root) if committed(folder.checkpoints) else UNKNOWN
+        return folder.root if committed(folder.checkpoints) else None
     if settings.resume == "none":
-        return UNKNOWN
-    return kept_policy(newest_in(Path(settings.resume).expanduser().resolve()).parent.parent)
+        return None
+    return newest_in(Path(settings.resume).expanduser().resolve()).parent.parent
 
 
 def note_origin(run: Run, folder: Path) -> Origin | None:

@@ -63,7 +63,7 @@ from overland.training.metrics import LossPlot, MetricsFile, TensorBoard, Weight
 from overland.training.opening import opening
 from overland.training.readme import model_name, write_readme
 from overland.training.reference import Reference, reference_for
-from overland.training.resume import policy_of_the_resumed, start_from
+from overland.training.resume import policy_of_the_resumed, shares_of_the_resumed, start_from
 from overland.training.schedule import changed_rate, with_steps
 from overland.training.screen import Screen
 from overland.training.sessions import SessionFile
@@ -186,6 +186,7 @@ def build_run(
         tokenizes=world.local_rank == 0,
         report=report,
         tokenizer=folder.tokenizer if has_checkpoint else None,
+        holdout=shares_of_the_resumed(config, folder),
         policy=policy_of_the_resumed(config.checkpoint, folder),
     )
     fields, vocab_size = sample_fields(architecture), getattr(architecture, "vocab_size", None)
@@ -378,6 +379,7 @@ def write_plan(run: Run) -> None:
         "fingerprint": run.dataset.plan.fingerprint,
         "plan": run.dataset.plan.to_json(),
         "steps": run.config.training.steps,
+        **({"holdout": run.config.data.holdout} if run.config.data.holdout else {}),
         **(tokenizer.policy if tokenizer is not None else UNKNOWN)._asdict(),
     }
     replace_file(run.folder.plan, json.dumps({**plan, "corpora": places}, indent=1) + "\n")

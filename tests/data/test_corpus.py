@@ -11,9 +11,11 @@ import pytest
 from overland.data import corpus as corpus_module
 from overland.data.build import build
 from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.data.sampler import Sampler
 from overland.data.sources import Document, Source, open_source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
+from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
 from tests.data.making import (
     RandomTokens,
     built,
@@ -247,6 +249,50 @@ def test_a_corpus_can_be_read_and_built_as_a_source(tmp_path: Path, tokenizer: T
     with pytest.raises(DataError, match=r"0000002\.shard is damaged"):
         list(source.read(source.chunks()[2]))
     assert bytes_of(folder)[0] == open_corpus(folder).layout.shard_path(0).read_bytes()
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def read_all(rows: Sampler) -> None:
+    for batch in range(20):
+        rows.read(batch)
+
+
+@pytest.mark.parametrize("place", [70, -70])  # a token, an offset
+def test_training_stops_before_it_reads_a_shard_with_a_flipped_bit(
+    tmp_path: Path, place: int
+) -> None:
+    corpus = make_corpus("a", Numbered(100, 60), tmp_path, built=True)
+    plan = one_segment({"a": corpus}, {"a": 1.0})
+    path = corpus.layout.shard_path(3)
+    flip(path, place)
+    rows = rows_of(plan, {"a": open_corpus(corpus.folder)})
+    with pytest.raises(DataError, match=r"0000003\.shard is damaged"):
+        read_all(rows)
+
+
+@pytest.mark.parametrize("place", [0, -8])  # its head, the tokens of the last shard
+def test_damaged_sizes_of_a_corpus_are_found(tmp_path: Path, place: int) -> None:
+    corpus = make_corpus("a", Numbered(100, 60), tmp_path, built=True)
+    flip(corpus.layout.sizes_path, place)
+    rows = rows_of(one_segment({"a": corpus}, {"a": 1.0}), {"a": open_corpus(corpus.folder)})
+    with pytest.raises(DataError, match=r"sizes\.npy is damaged"):
+        read_all(rows)
+
+
+def test_a_shard_deleted_from_a_complete_corpus_is_built_again(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    lines = write_lines(tmp_path / "lines", 3)
+    folder = built(lines, tokenizer, tmp_path)
+    before = bytes_of(folder)
+    open_corpus(folder).layout.shard_path(1).unlink()
+    build(folder, lines_of(lines), tokenizer, processes=1)
+    assert bytes_of(folder) == before
 
 
 def test_a_corpus_that_is_not_complete_is_no_source_yet(

@@ -5,16 +5,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pytest
 
 from overland.checks import load_checked
+from overland.config.errors import ConfigError
+from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.holdout import held_out_documents
+from overland.data.holdout import held_out_documents, kept_shares
 from overland.data.leakage import foreign_validation
 from overland.data.plan import Plan
 from overland.data.prepare import Dataset, training_data, validation_data
@@ -22,6 +24,8 @@ from overland.data.sampler import Sampler
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
+from overland.run_folder import PLAN
+from overland.training.rehearsal import require_start
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
 from tests.data.making import write_lines
 
@@ -127,29 +131,56 @@ def test_a_built_corpus_is_split_alike_whatever_stands_around_its_documents(
         folder = lay_out("a", source, one, tmp_path / str(number))
         corpus = open_corpus(folder, lambda: source, lambda one=one: one, wait=False)  # type: ignore[misc]
         found.append(held_out_documents(corpus, 0, SHARE).tolist())
-        kept = list(folder.glob("marks-1/*/*.npy"))
-        assert len(kept) == 1
-        kept[0].write_bytes(b"cut short")
-        assert held_out_documents(corpus, 0, SHARE).tolist() == found[-1]
+        (kept,) = folder.glob("marks-*/*/*.npy")
+        swapped = bytearray(kept.read_bytes())
+        swapped[-16:] = swapped[-8:] + swapped[-16:-8]  # marks of the last two documents
+        for damaged in (b"cut short", bytes(swapped)):
+            kept.write_bytes(damaged)
+            assert held_out_documents(corpus, 0, SHARE).tolist() == found[-1]
     assert found[0] == found[1]
     assert 0 < sum(found[0]) < 100
 
 
-def config_of(text: Path, root: Path, tokenizer: Tokenizer, holdout: float) -> JobConfig:
+def test_marks_of_another_shard_are_not_used(tmp_path: Path) -> None:
+    corpus = make_corpus("a", Numbered(100, 60), tmp_path)
+    found = [held_out_documents(corpus, number, SHARE).tolist() for number in (0, 1)]
+    first, second = sorted(corpus.folder.glob("marks-*/*/*.npy"))[:2]
+    first.write_bytes(second.read_bytes())
+    assert held_out_documents(corpus, 0, SHARE).tolist() == found[0]
+
+
+def config_of(
+    text: Path | dict[str, Path], root: Path, tokenizer: Tokenizer, holdout: float, **data: Any
+) -> JobConfig:
+    sources = {name: {"path": str(path)} for name, path in text.items()} if _many(text) else {}
+    place = {} if sources else {"dataset_path": str(text)}
     return JobConfig.model_validate(
         {
             "model": {"hf_assets_path": str(tokenizer.path)},
-            "training": {"dataset_path": str(text), "seq_len": 32},
-            "data": {"folder": str(root), "holdout": holdout, "tokenise_processes": 0},
+            "training": {**place, "seq_len": 32},
+            "data": {
+                "folder": str(root),
+                "holdout": holdout,
+                "tokenise_processes": 0,
+                "sources": sources,
+                **data,
+            },
             "validation": {"enable": True},
         }
     )
 
 
+def _many(text: Path | dict[str, Path]) -> TypeGuard[dict[str, Path]]:
+    return isinstance(text, dict)
+
+
 def texts_of(data: Dataset) -> set[str]:
     assert data.tokenizer is not None
-    windows = next(iter(data.rows.windows.values()))
-    found = [windows.open(number) for number in range(windows.per_epoch)]
+    found = [
+        windows.open(number)
+        for windows in data.rows.windows.values()
+        for number in range(windows.per_epoch)
+    ]
     return {
         data.tokenizer.decode(part.files[file].tokens[start : start + length - 1])
         for part in found
@@ -170,13 +201,106 @@ def test_validation_reads_what_training_leaves_out(
     records = [json.loads(line) for file in text.iterdir() for line in file.open()]
     assert trained | held == {record["text"] for record in records}
     assert trained.isdisjoint(held)
-    assert 60 < len(held) < 140
+    assert len(held) == 100 if holdout == 100 else 60 < len(held) < 140
     assert validation.rows.num_batches() > 1
     without = config_of(text, tmp_path / "data", tokenizer, 0)
     with pytest.raises(DataError, match="this run began with"):
         training_data(without, 4, None, Preparer()).continued(training.plan.to_json(), 1)
     with pytest.raises(DataError, match="would hold out all of text"):
         training_data(config_of(text, tmp_path / "data", tokenizer, 1000), 4, None, Preparer())
+
+
+def sources_with_copies(folder: Path) -> dict[str, Path]:
+    """Writes a file of lines and a table that have ten of their fifty documents in common."""
+    folder.mkdir(parents=True)
+    words = [f"document {number}" for number in range(50)]
+    lines, table = folder / "lines.jsonl", folder / "table.csv"
+    lines.write_text("".join(json.dumps({"text": one}) + "\n" for one in words[:30]))
+    table.write_text("\n".join(["text", *words[20:]]) + "\n")
+    return {"lines": lines, "table": table}
+
+
+@pytest.mark.parametrize("number", [5, 33])
+def test_a_number_is_exact_over_all_sources_and_copies_are_on_one_side(
+    tmp_path: Path, tokenizer: Tokenizer, number: int
+) -> None:
+    sources = sources_with_copies(tmp_path / "text")
+    config = config_of(sources, tmp_path / "data", tokenizer, number)
+    trained = texts_of(training_data(config, 4, None, Preparer()))
+    sets = validation_data(config, 4, None, Preparer())
+    held = set().union(*map(texts_of, sets))
+    assert len(held) == number
+    assert trained.isdisjoint(held)
+    assert len(trained | held) == 50
+    with pytest.raises(DataError, match="50 different documents"):
+        training_data(config_of(sources, tmp_path / "data", tokenizer, 50), 4, None, Preparer())
+
+
+def test_growth_holds_out_no_document_that_was_trained_on(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    sources = sources_with_copies(tmp_path / "text")
+    few = config_of(sources["table"], tmp_path / "data", tokenizer, 6)
+    many = config_of(sources, tmp_path / "data", tokenizer, 6)
+    trained = texts_of(training_data(few, 4, None, Preparer()))
+    sets = validation_data(many, 4, None, Preparer())
+    assert trained.isdisjoint(set().union(*map(texts_of, sets)))
+
+
+def test_a_resumed_run_keeps_the_documents_that_it_holds_out(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    sources = sources_with_copies(tmp_path / "text")
+    before = config_of({"table": sources["table"]}, tmp_path / "data", tokenizer, 6)
+    run, place = tmp_path / "run", tmp_path / "run" / PLAN
+    place.parent.mkdir(parents=True)
+    data = training_data(before, 4, None, Preparer())
+    plan = data.plan.to_json()
+    place.write_text(json.dumps({"plan": plan, "holdout": 6}))
+    after = config_of(sources, tmp_path / "data", tokenizer, 6)  # with another source
+    preparer = Preparer(holdout=kept_shares(run, after.data))
+    resumed = training_data(after, 4, None, preparer).continued(plan, 3)
+    assert texts_of(data) <= texts_of(resumed)
+    held = set().union(*map(texts_of, validation_data(after, 4, None, preparer)))
+    assert held.isdisjoint(texts_of(resumed))
+    with pytest.raises(DataError, match=r"data\.holdout is 7, but this run began with 6"):
+        kept_shares(run, after.data.model_copy(update={"holdout": 7}))
+
+
+def test_a_run_of_an_earlier_version_keeps_its_share_of_each_source(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    sources = sources_with_copies(tmp_path / "text")
+    config = config_of(sources, tmp_path / "data", tokenizer, 6)
+    plan = training_data(config, 4, None, Preparer()).plan
+    shares = {"lines": 0.2, "table": 0.25}
+    old = {name: replace(one, holdout=shares[name]) for name, one in plan.sources.items()}
+    saved = replace(plan, sources=old).to_json()
+    (tmp_path / "run" / PLAN).parent.mkdir(parents=True)
+    (tmp_path / "run" / PLAN).write_text(json.dumps({"plan": saved}))
+    preparer = Preparer(holdout=kept_shares(tmp_path / "run", config.data))
+    resumed = training_data(config, 4, None, preparer).continued(saved, 3)
+    assert {name: one.holdout for name, one in resumed.plan.sources.items()} == shares
+
+
+def test_a_number_is_refused_if_too_many_documents_would_be_tokenized_first(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    text = write_lines(tmp_path / "text", 20, 2)
+    config = config_of(text, tmp_path / "data", tokenizer, 3, window_documents=16)
+    with pytest.raises(DataError, match=r"data\.holdout = 3 .* text is too large .* share"):
+        training_data(config, 4, None, Preparer())
+    settings = {
+        "training.dataset_path": text,
+        "model.hf_assets_path": tokenizer.path,
+        "data.folder": tmp_path / "data",
+        "data.window_documents": 16,
+        "job.dump_folder": tmp_path / "run",
+    }
+    words = [f"{key}={value}" for key, value in settings.items()]
+    with pytest.raises(ConfigError, match=r"data\.holdout = 3 .* text is too large"):
+        require_start(load_config("quickstart", [*words, "data.holdout=3"]))
+    require_start(load_config("quickstart", [*words, "data.holdout=0.1"]))
 
 
 def test_validation_on_foreign_text_is_told(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ class HeldOut:
         return [str(number) for number in range(self.corpus.num_shards)]
 
     def read(self, chunk: str) -> Iterator[Any]:
-        shard = self.corpus.shard(int(chunk))
+        (shard,) = self.corpus.verified([int(chunk)])
         for number in np.flatnonzero(held_out_documents(self.corpus, int(chunk), self.share)):
             ids = shard.document(int(number)).astype(np.int64)
             if WEIGHTS not in shard.channels:

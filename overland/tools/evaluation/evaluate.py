@@ -18,6 +18,7 @@ import torch.distributed as dist
 import overland
 from overland.config.schema import DataSource
 from overland.data.corpora import Preparer
+from overland.data.holdout import kept_shares
 from overland.data.tokenizer_choice import kept_policy
 from overland.errors import DataError, ModelError, OutOfMemoryError
 from overland.parallel.comm import all_of
@@ -152,6 +153,7 @@ def sets_for(session: Session) -> list[EvaluationSet]:
         tokenizes=False,
         report=session.report,
         tokenizer=run / TOKENIZER,
+        holdout=kept_shares(run, config.data),
         policy=kept_policy(run),
     )
     return sets_of_run(config, session.scorer.vocab_size, preparer)

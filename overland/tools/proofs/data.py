@@ -277,7 +277,6 @@ def check_sources(dataset: Dataset) -> None:
             raise ChangedSource(name)
         if not isinstance(corpus, Corpus):
             continue
-        corpus.verifies = True
         if corpus.is_complete or corpus.open_source is None:
             continue
         try:
