@@ -102,20 +102,30 @@ class CorpusLayout:
 
     def chunks_of(self, number: int) -> tuple[list[str], dict[str, FileMark]]:
         """Returns the chunks of a shard, and marks of the files they are read from."""
-        start, stop = self._lines[number], self._lines[number + 1]
-        with (self.folder / "chunks.jsonl").open("rb") as file:
+        with self._read_whole(), (self.folder / "chunks.jsonl").open("rb") as file:
+            start, stop = self._lines[number], self._lines[number + 1]
             file.seek(start)
             chunks, marks = json.loads(file.read(stop - start))
-        return chunks, {name: FileMark(*mark) for name, mark in marks.items()}
+            return chunks, {name: FileMark(*mark) for name, mark in marks.items()}
 
     def all_chunks(self) -> tuple[list[str], dict[str, FileMark]]:
         chunks, marks = [], {}
-        with (self.folder / "chunks.jsonl").open("rb") as file:
+        with self._read_whole(), (self.folder / "chunks.jsonl").open("rb") as file:
             for line in file:
                 names, found = json.loads(line)
                 chunks += names
                 marks.update({name: FileMark(*mark) for name, mark in found.items()})
         return chunks, marks
+
+    @contextlib.contextmanager
+    def _read_whole(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError, AttributeError, IndexError, OSError):
+            raise DataError(
+                f"{self.folder} is damaged: its chunks.jsonl or lines.npy cannot be read; delete "
+                "the folder, and it is made again"
+            ) from None
 
     def made(self) -> dict[int, int]:
         """Returns the size of each shard that exists. It lists folders, which is slow for 10⁶

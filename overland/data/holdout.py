@@ -103,6 +103,8 @@ def _share_between(last: int, next_: int) -> float:
 def kept_shares(run: Path, data: Settings) -> dict[str, float] | None:
     """Returns the held-out share of each source of an existing run that holds out a number of
     documents, or None. Earlier versions did not store the number; their shares are kept."""
+    if not data.holdout:
+        return None
     try:
         kept = json.loads((run / PLAN).read_text())
         sources = kept["plan"]["sources"]
@@ -116,7 +118,7 @@ def kept_shares(run: Path, data: Settings) -> dict[str, float] | None:
             "on documents that it was trained on; set it back, or start a new run with --resume "
             "none"
         )
-    is_number = data.holdout and not isinstance(data.holdout, float)
+    is_number = not isinstance(data.holdout, float)
     return found if is_number and any(found.values()) else None
 
 

@@ -283,6 +283,8 @@ def _find(name: str, source: Source, root: Path, request: str, report: Report) -
             if not changed:
                 _say_what_is_unsure(folder, source, report)
                 return folder
+            if layout.source != str(place_of(source)):  # another folder with the same file names
+                continue
             more = f" (and {len(changed) - 1:,} more)" if len(changed) > 1 else ""
             report(f"{changed[0]}{more}: {name} is made again")
     return None

@@ -9,7 +9,9 @@ identified by the digest of their tokens, so layout, order, padding and batch si
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from overland.data.registry import sources_of
 from overland.errors import CheckpointError, DataError
 from overland.files import replace_file
 from overland.objectives.preference import REFERENCE
-from overland.parallel.comm import all_of, from_first_rank
+from overland.parallel.comm import all_of, first_problem, from_first_rank
 from overland.parallel.context import share_of_rows
 from overland.parallel.sharding import reshard
 from overland.world.heartbeat import Phase
@@ -70,13 +72,15 @@ def reference_for(run: Run, report: Callable[[str], None]) -> Reference:
     """Reads the reference that the run has computed, or computes it. Called by all ranks
     together."""
     path = run.folder.data / FILE
-    if from_first_rank(path.is_file() and run.resumed_own):
-        with np.load(path, allow_pickle=False) as kept:
-            return Reference(kept["rows"], kept["values"])
+    kept, problem = read_reference(path)
+    problem = first_problem(problem)  # of any rank, so that all do the same
+    if from_first_rank(run.resumed_own) and kept is not None and not problem:
+        return kept
     if run.progress.step:
         raise CheckpointError(
-            f"{path} is missing, and cannot be computed again since the weights have changed: set "
-            "preference.reference to copy or adapter_off, or start a new run with --resume none"
+            f"{path} is {problem or 'of another run'}, and cannot be computed again since the "
+            "weights have changed: restore it, set preference.reference to copy or adapter_off, or "
+            "start a new run with --resume none"
         )
     run.beat.enter(Phase.VALIDATING)
     found: dict[int, tuple[float, float]] = {}
@@ -92,6 +96,20 @@ def reference_for(run: Run, report: Callable[[str], None]) -> Reference:
         np.savez(buffer, rows=rows, values=values)
         replace_file(path, buffer.getvalue())
     return Reference(rows, values)
+
+
+def read_reference(path: Path) -> tuple[Reference | None, str]:
+    """Reads what the run has computed, or says what is wrong with the file."""
+    try:
+        with zipfile.ZipFile(path) as file:  # it has a checksum of each array
+            if file.testzip() is not None:
+                return None, "damaged"
+        with np.load(path, allow_pickle=False) as kept:
+            return Reference(kept["rows"], kept["values"]), ""
+    except FileNotFoundError:
+        return None, "missing"
+    except Exception:  # a flipped bit can look like another version, encryption, anything
+        return None, "damaged"
 
 
 def _once_over(run: Run, dataset: Dataset) -> Iterator[Batch]:

@@ -329,7 +329,9 @@ def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
     """Continues with the next batch; changes of the data in the config take effect there."""
     before = facts["data"].get("plan")
     if before is None:  # converted weights, for example
-        return ["the checkpoint does not record which data it has seen: the data starts over"]
+        batch = run.progress.batch
+        where = f"continues with its batch {batch + 1:,}" if batch else "is read from its beginning"
+        return [f"the checkpoint does not record which data it has seen: the data {where}"]
     plan, asked = Plan.from_json(before), run.dataset.plan
     run.dataset = run.dataset.continued(before, run.progress.batch)
     former = former_names(plan, asked)

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from overland.models.init import init_weights
 from overland.models.registry import build_model, model_config
 from overland.objectives.preference import PreferenceLoss, log_complement
 from overland.tools.proofs.pool import RankPool
+from overland.training.reference import read_reference
 from overland.world import World
 from tests.data.chats import LLAMA3, ROLES, write_lines, write_tokenizer
 from tests.jobs import TINY_MODEL, run_job, tiny_job, write_model
@@ -145,6 +147,26 @@ def test_a_resumed_run_has_the_reference_of_its_start(
     ranks.run(1, records, job(files, tmp_path / "two", training={"steps": 2}, **sections))
     (again,) = ranks.run(1, records, job(files, tmp_path / "two", **sections))
     assert again == whole[2:]
+    for path in (tmp_path / "two").glob("**/reference.npz"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        sections["training"] = {"steps": 6}
+        (said,) = ranks.run(1, problem, job(files, tmp_path / "two", **sections))
+        assert "reference.npz is damaged" in said
+
+
+def test_any_flipped_byte_of_a_reference_is_found(tmp_path: Path) -> None:
+    path, rows, values = tmp_path / "reference.npz", np.arange(3), np.arange(6.0).reshape(3, 2)
+    np.savez(path, rows=rows, values=values)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        found, problem = read_reference(path)
+        assert problem == "damaged" or np.array_equal(found.values, values)  # type: ignore[union-attr]
+    for length in (0, 10, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert read_reference(path)[1] == "damaged"
 
 
 def test_a_reference_is_the_model_at_its_start(

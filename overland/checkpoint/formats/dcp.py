@@ -7,6 +7,7 @@ keeps every tensor in memory until the end, so here files are written tensor by 
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from collections.abc import Container, Iterator
@@ -58,6 +59,15 @@ Key = tuple[str, ...]
 
 def detect_dcp(path: Path) -> bool:
     return (path / METADATA).is_file()
+
+
+RUN = "overland_run"
+"""The entry of our own DCP folders with the facts of a run: its data plan, config, progress."""
+PROGRESS = {  # where other trainers write it: torchtitan calls the tokens ntokens_seen
+    "step": ("train_state.step", "step"),
+    "batch": ("train_state.batch",),
+    "tokens": ("train_state.ntokens_seen", "train_state.tokens_seen"),
+}
 
 
 def open_dcp(path: Path, config: Config = None) -> LazyCheckpoint:
@@ -276,13 +286,19 @@ def _extras(tensors: dict[str, Lazy], objects: dict[str, Any]) -> dict[str, Any]
     extras: dict[str, Any] = {"objects": objects}
     if groups := list(_param_groups(objects)):
         extras["param_groups"] = groups
-    for key in ("train_state.step", "step"):
-        value = objects.get(key, tensors.get(key))
-        if isinstance(value, Lazy):
-            value = value.load().item() if value.numel == 1 else None
-        if isinstance(value, (int, float)):
-            extras["step"] = int(value)
-            break
+    for name, keys in PROGRESS.items():
+        for key in keys:
+            value = objects.get(key, tensors.get(key))
+            if isinstance(value, Lazy):
+                value = value.load().item() if value.numel == 1 else None
+            if isinstance(value, (int, float)):
+                extras[name] = int(value)
+                break
+    if isinstance(text := objects.get(RUN), str):
+        try:
+            extras["run"] = dict(json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            raise CheckpointError(f"the entry {RUN!r} of a DCP folder is not valid JSON") from None
     return extras
 
 
@@ -377,6 +393,11 @@ def _entries(source: LazyCheckpoint, options: Options) -> tuple[dict[Key, Lazy],
     objects: dict[Key, Any] = {}
     if "step" in source.extras:
         objects["train_state", "step"] = int(source.extras["step"])
+        for name in ("batch", "tokens"):
+            if name in source.extras:
+                objects[tuple(PROGRESS[name][0].split("."))] = int(source.extras[name])
+    if run := source.extras.get("run"):
+        objects[RUN,] = json.dumps(run)
     if any(key[0] == "optimizer" for key in found):
         for group in groups:
             for parameter in group["names"]:

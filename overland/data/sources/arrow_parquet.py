@@ -117,7 +117,7 @@ class Parquet(_Table):
             footer = parquet.metadata
             groups = range(footer.num_row_groups)
             rows = [footer.row_group(group).num_rows for group in groups]
-            return _columns_of(parquet.schema_arrow), rows
+            return _columns_of(parquet.schema_arrow, path), rows
 
     def _arrays(self, path: Path, group: int | None) -> Iterator[Any]:
         with _open_parquet(path) as parquet:
@@ -139,7 +139,7 @@ class Arrow(_Table):
 
     def _look(self, path: Path) -> tuple[dict[str, Column], list[int] | None]:
         with _open_arrow(path) as (reader, is_file):
-            return _columns_of(reader.schema), _rows_per_batch(reader) if is_file else None
+            return _columns_of(reader.schema, path), _rows_per_batch(reader) if is_file else None
 
     def _arrays(self, path: Path, group: int | None) -> Iterator[Any]:
         with _open_arrow(path) as (reader, is_file):
@@ -207,9 +207,12 @@ def _stored(parquet: Any, place: Place) -> list[str]:
     return inside if len(place) > 1 and last is not None and inside else [first]
 
 
-def _columns_of(schema: Any) -> dict[str, Column]:
+def _columns_of(schema: Any, path: Path) -> dict[str, Column]:
     """Returns every column by name; structs and lists are expanded into what they contain."""
     columns: dict[str, Column] = {}
+    if len(set(schema.names)) < len(schema.names):
+        twice = next(name for name in schema.names if schema.names.count(name) > 1)
+        raise DataError(f"{path} has the column {twice!r} twice: rename one of them")
     for field in schema:
         for place, type in _leaves((field.name,), field.type):
             kind = _kind_of(type)

@@ -66,6 +66,12 @@ def read_records(
 ) -> Iterator[dict[str, str]]:
     """Yields each row as a dict of all columns, or of the given ones."""
     names = header(path)
+    for name in columns or names:
+        if name and names.count(name) > 1:
+            raise DataError(
+                f"{path}: its header names the column {name!r} twice, so it is not clear which one "
+                "is meant: rename one of them"
+            )
     rows = _rows(path, bad)
     next(rows)
     for line, row in rows:

@@ -143,7 +143,7 @@ def _parse(line: bytes) -> tuple[object, str]:
     """Returns the parsed line, and its text."""
     try:
         text = line.decode("utf-8")
-        return json.loads(text), text
+        return json.loads(text, object_pairs_hook=_without_repeats), text
     except UnicodeDecodeError as error:
         raise _Unusable(
             f"expected UTF-8 text, got {error.reason} at byte {error.start:,}"
@@ -154,6 +154,17 @@ def _parse(line: bytes) -> tuple[object, str]:
         raise _Unusable(f"not a JSON object: {message} at column {error.colno:,}{hint}") from None
     except (ValueError, RecursionError):  # a number of thousands of digits, or deep nesting
         raise _Unusable("not a JSON object that can be read") from None
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Unusable(
+            f"the key {twice!r} is there twice, so it is not clear which value is meant"
+        )
+    return record
 
 
 def _document(value: object, column: Place, kind: Kind, record: object, line: str) -> Document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,13 +79,25 @@ def test_progress_and_parameter_groups_survive(through: str, tmp_path: Path) -> 
     FORMATS[through].write(source, tmp_path / "a", Options())
     extras = open_any(tmp_path / "a").extras
     assert extras["step"] == 7
-    if through != "dcp":  # which has a place for the step only
-        assert (extras["batch"], extras["tokens"]) == (8, 900)
+    assert (extras["batch"], extras["tokens"]) == (8, 900)
+    if through != "dcp":  # which keeps it with the facts of a run
         assert extras["best_validation_loss"] == 2.5
     if through != "overland":  # whose groups follow from its config
         found = [set(group["names"]) for group in extras["param_groups"]]
         assert found == [set(group["names"]) for group in source.extras["param_groups"]]
         assert [group["weight_decay"] for group in extras["param_groups"]] == [0.1, 0.0]
+
+
+def test_a_run_that_went_through_dcp_keeps_its_place_in_the_data(tmp_path: Path) -> None:
+    facts = {"progress": {"step": 7, "batch": 8, "tokens": 900}, "data": {"plan": {"seed": 3}}}
+    source = tiny_source(tiny_config())
+    source = replace(source, extras={**source.extras, "run": facts})
+    for folder, kind in (("a", "dcp"), ("b", "overland")):
+        (tmp_path / folder).mkdir()
+        FORMATS[kind].write(source, tmp_path / folder, Options())
+        source = open_any(tmp_path / folder)
+    run = source.extras["run"]
+    assert (run["progress"], run["data"]) == (facts["progress"], facts["data"])
 
 
 def test_a_run_folder_gives_its_newest_checkpoint_and_tokenizer(tmp_path: Path) -> None:

@@ -65,6 +65,13 @@ def test_text_of_every_arrow_type(tmp_path: Path, type: pa.DataType) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, pa.Table.from_arrays([TEXTS, TEXTS[::-1]], ["text", "text"]))
+    with pytest.raises(DataError, match="has the column 'text' twice"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_nested_text_is_read_by_its_path(tmp_path: Path, name: str) -> None:
     """As in The Stack v2: a row is a repository, and each of its files a document."""
     files = [[{"path": f"{i}", "text": f"{row} {i}"} for i in range(row % 4)] for row in range(25)]

@@ -323,6 +323,51 @@ def test_an_array_that_is_damaged_is_told_as_such(tmp_path: Path) -> None:
         read_all(open_source(path))
 
 
+@pytest.mark.parametrize("read_bytes", [5, 1 << 20])
+def test_arrays_that_follow_one_another_are_all_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    monkeypatch.setattr("overland.data.sources.json_array.READ_BYTES", read_bytes)
+    (tmp_path / "a.json").write_text(
+        '[{"text": "one"}]\n[] \ufeff[{"text": "two"},\n{"text": "three"}]\n'
+    )
+    assert read_all(open_source(tmp_path)) == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"text": "one"}] oh', "'oh' follows its JSON array"),
+        ('[{"text": "one"}]\n{"text": "two"}\n', "follows its JSON array"),
+        ('[{"text": "one"}]]', "follows its JSON array"),
+        ('[{"text": "one"},]', r"a\.json:2: a comma before the end"),
+        ('[{"text": "one"},\n] [{"text": "two"}]', r"a\.json:2: a comma before the end"),
+        ('[{"text": "one"} {"text": "two"}]', r"a\.json:1: not a JSON object"),
+        ('[{"text": "one"}, oh, {"text": "two"}]', r"a\.json:2: not a JSON object"),
+    ],
+)
+def test_nothing_of_a_file_of_arrays_is_dropped_in_silence(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_all(open_source(tmp_path, skip_bad=True))
+
+
+def test_a_key_or_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two", "text": "three"}\n{"text": "four"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the key 'text' is there twice"):
+        read_all(open_source(path))
+    assert read_all(open_source(path, skip_bad=True)) == ["one", "four"]
+    path = tmp_path / "b.csv"
+    path.write_text("id,id,text\n1,2,one\n")
+    assert read_all(open_source(path, column="text")) == ["one"]
+    path.write_text("text,text\none,two\n")
+    with pytest.raises(DataError, match="names the column 'text' twice"):
+        read_all(open_source(path, column="text"))
+
+
 def test_an_array_on_a_line_of_jsonl_is_told_as_such(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('[{"text": "one"}, {"text": "two"}]\n')
     with pytest.raises(DataError, match="expected one object per line, not an array"):
