@@ -112,9 +112,12 @@ RULES = [
     ),
     Rule(
         inside("images", "shape"),
-        lambda c: not any((s.dataset or name) == "random" for name, s in sources_of(c).items()),
+        lambda c: (
+            c.images.if_missing == "error"
+            and not any((s.dataset or name) == "random" for name, s in sources_of(c).items())
+        ),
         "the images of this config are not random",
-        ("training.dataset", "training.dataset_path", "images.if_missing"),
+        ("training.dataset", "training.dataset_path"),
         is_switch=True,
     ),
     Rule(
@@ -318,6 +321,8 @@ def check_effect(loaded: Loaded) -> Iterator[Problem]:
         for name in rule.keys:
             key = all_keys()[name]
             value = getattr(getattr(config, key.section), key.attribute)
+            if value is None:  # which is how a key is unset
+                continue
             in_file = value != key.default and not rule.is_switch and not wins
             if _is_typed(loaded, name) or in_file:
                 shown = NO_VALUE if key.table or key.record else value

@@ -1,13 +1,26 @@
 """What may change at a resume: each key has one rule, and the docs show the same table."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from overland.checks import load_checked
-from overland.config.changes import BY_THE_PLAN, FIXED, NOTED, REFUSED, same_place, table
+from overland.config.changes import (
+    BY_THE_PLAN,
+    FIXED,
+    NOTED,
+    REFUSED,
+    noted_changes,
+    refused_changes,
+    rule_of,
+    same_place,
+    table,
+)
 from overland.config.errors import ConfigError
 from overland.config.fields import all_keys
+from overland.config.schema import JobConfig
+from tests.checks.test_effect import every_key
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TABLES = {"refused": REFUSED, "fixed": FIXED, "noted": NOTED}
@@ -48,3 +61,38 @@ def test_a_path_that_became_absolute_is_the_same() -> None:
     assert not same_place("/a/models/base", "/b/models/base")
     assert same_place(None, None)
     assert not same_place(None, "x")
+
+
+def test_every_key_is_treated_as_the_table_says() -> None:
+    """Each key with another value: refused, noted, or neither. What changes the data is refused by
+    the data plan, and what the plan notes is in its words (tests/data)."""
+    before = JobConfig().model_dump(mode="json")
+    for key, value in every_key().items():
+        section, _, name = key.partition(".")
+        if "." in name or key == "model.from":  # which is replaced by other keys as it is loaded
+            continue
+        after = {**before, section: {**before[section], name: value}}
+        refused = [change.key for change in refused_changes(before, after)]
+        noted = [change.key for change in noted_changes(before, after)]
+        by_the_plan = name in BY_THE_PLAN.get(section, ())
+        # A dense run may become sparse, auto may be spelled out, and only nf4 does more than round.
+        is_free = key in ("model.sparse", "training.objective", "lora.base")
+        rule = rule_of(key)
+        assert refused == ([key] if rule == "refused" and not is_free else []), key
+        assert noted == ([key] if rule == "noted" and not by_the_plan else []), key
+
+
+def test_what_the_keys_of_a_model_come_to_is_compared() -> None:
+    def told(before: dict[str, Any], after: dict[str, Any], old: Any, new: Any) -> list[str]:
+        both = ({"model": before}, {"model": after})
+        return [change.key for change in refused_changes(*both, architecture=(old, new))]
+
+    flavor = {"name": "llama3", "flavor": "debug", "config": None, "overrides": {}}
+    config = {**flavor, "config": "config.json"}
+    theta = {**flavor, "overrides": {"rope_theta": 1e6}}
+    one = {"rope_theta": 1e4, "hidden_size": 8, "max_position_embeddings": 64}
+    other = {**one, "rope_theta": 1e6}
+    assert told(flavor, config, one, one) == []
+    assert told(flavor, flavor, one, {**one, "max_position_embeddings": 128}) == []
+    assert told(flavor, theta, one, other) == ["model.overrides.rope_theta"]
+    assert told(flavor, config, one, other) == ["model.config.rope_theta"]
