@@ -371,7 +371,8 @@ class Rehearsal:
         elif settings.enable and settings.resume == "auto" and own:
             with self.told("job.dump_folder"):
                 corpora_of(RunFolder.of(config).root)
-                try_newest(own, config, self.given)
+                for note in try_newest(own, config, self.given):
+                    self.problems.append(Problem(note, kind="note"))
         elif settings.initial_load_path is not None:
             path = Path(settings.initial_load_path).expanduser()
             if path.exists():
@@ -406,13 +407,16 @@ def require_place(folder: Path) -> None:
         raise PermissionError(f"no permission to write to {there}")
 
 
-def try_newest(checkpoints: list[Path], config: JobConfig, tokenizer: Tokenizer | None) -> None:
+def try_newest(
+    checkpoints: list[Path], config: JobConfig, tokenizer: Tokenizer | None
+) -> list[str]:
     """Tries the newest checkpoint, as a run does: one that cannot be read is skipped for an older
-    one."""
+    one, with a note. If none can be read, raises the problem of the newest."""
     problems: list[CheckpointError] = []
     for path in reversed(checkpoints):
         try:
-            return try_checkpoint(path, config, tokenizer)
+            try_checkpoint(path, config, tokenizer)
+            return [f"{problem}; {path.name} will be resumed" for problem in problems]
         except MismatchError:  # older ones do not fit either
             raise
         except CheckpointError as error:

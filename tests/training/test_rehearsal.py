@@ -21,9 +21,9 @@ from overland.data.corpora import Preparer
 from overland.data.corpus import lay_out
 from overland.data.prepare import training_data, validation_data
 from overland.data.tokenizer import Tokenizer, train_tokenizer
-from overland.errors import DataError
+from overland.errors import CheckpointError, DataError
 from overland.tools.proofs.pool import RankPool
-from overland.training.rehearsal import require_start
+from overland.training.rehearsal import require_start, try_newest
 from overland.world import World
 from tests.data.making import lines_of, tokenizer_in, write_lines
 from tests.data.tokenizer_folders import write_bpe
@@ -389,3 +389,22 @@ def test_check_notes_a_disk_without_room_for_the_checkpoints(
     assert [
         note.key for note in notes if "1.0 kB free, but a checkpoint needs" in note.message
     ] == ["job.dump_folder"]
+
+
+def test_the_newest_checkpoint_is_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = {"step_2", "step_3"}
+
+    def tried(path: Path, *_: object) -> None:
+        if path.name in damaged:
+            raise CheckpointError(f"{path.name} is damaged")
+
+    monkeypatch.setattr("overland.training.rehearsal.try_checkpoint", tried)
+    config, paths = tiny_job(tmp_path), [tmp_path / f"step_{i}" for i in (1, 2, 3)]
+    assert try_newest(paths, config, None) == [
+        "step_3 is damaged; step_1 will be resumed", "step_2 is damaged; step_1 will be resumed"
+    ]  # fmt: skip
+    damaged.add("step_1")
+    with pytest.raises(CheckpointError, match="step_3 is damaged"):
+        try_newest(paths, config, None)
