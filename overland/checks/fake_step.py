@@ -33,7 +33,7 @@ from overland.config.derived import (
     resolve_degrees,
     settle_dtype,
 )
-from overland.config.schema import JobConfig
+from overland.config.schema import JobConfig, Training
 from overland.data import registry
 from overland.data.batch import Batch
 from overland.data.registry import open_wanted, sources_of, training_table
@@ -46,6 +46,7 @@ from overland.objectives.objective import Objective, count_of
 from overland.objectives.preference import COMPARED, REFERENCE
 from overland.optimizers.adamw import AdamW
 from overland.optimizers.optimizer import Optimizer
+from overland.optimizers.rule import BYTES
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh, forget_meshes
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
@@ -81,12 +82,23 @@ class FakeStep:
             + self.activation_bytes
         )
 
+    def held_bytes(self, training: Training) -> float:
+        """Returns the bytes of parameters, gradients and optimizer state; gradients may be kept in
+        the precision of the pass."""
+        narrow = BYTES[training.mixed_precision_param] / BYTES[training.dtype]
+        gradients = self.gradient_bytes * min(1.0, narrow)
+        return self.parameter_bytes + gradients + self.optimizer_bytes
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "total_bytes": self.total_bytes}
 
 
-def fake_steps(config: JobConfig, world_size: int, ranks_per_node: int = 8) -> list[FakeStep]:
-    """Returns a step of rank 0; with a pipeline, of the first rank of each stage."""
+def fake_steps(
+    config: JobConfig, world_size: int, ranks_per_node: int = 8, device_type: str = "cuda"
+) -> list[FakeStep]:
+    """Returns a step of rank 0; with a pipeline, of the first rank of each stage. `device_type`:
+    where the run will be, which decides its precision."""
+    config = config.model_copy(update={"training": settle_dtype(config.training, device_type)})
     degrees = resolve_degrees(config.parallelism, world_size, ranks_per_node)
     if degrees.pp == 1:
         return [fake_step(config, degrees, 0)]
@@ -128,8 +140,7 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
     kept = config.activation_checkpoint
     if kept.mode == "auto":  # its choice depends on the device, which is not here
         kept = kept.model_copy(update={"mode": "none"})
-    training = settle_dtype(config.training, "cuda")  # runs worth checking use GPUs
-    update = {"compile": uncompiled, "activation_checkpoint": kept, "training": training}
+    update = {"compile": uncompiled, "activation_checkpoint": kept}
     config = config.model_copy(update=update)
     with fake_world(rank, degrees.world_size):
         mesh = build_mesh(degrees, "cpu")

@@ -14,6 +14,7 @@ from overland.cli.common import Settings, split_settings, user_errors
 from overland.words import any_of, number_of
 
 if TYPE_CHECKING:
+    from overland.checks.fake_step import FakeStep
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
 
@@ -49,7 +50,9 @@ def check(
     from overland.config.arguments import ngpu
 
     source, arguments = split_settings(settings)
-    raise typer.Exit(report(source, arguments, world_size or ngpu(os.environ), step, as_json))
+    is_here = world_size is None
+    world_size = world_size or ngpu(os.environ)
+    raise typer.Exit(report(source, arguments, world_size, step, as_json, is_here))
 
 
 def report(
@@ -58,10 +61,12 @@ def report(
     world_size: int | None,
     step: bool = True,
     as_json: bool = False,
+    is_here: bool = True,
 ) -> int:
     """Prints a description of the run and returns the exit code: 0 also if files are still to be
-    fetched, or if this machine lacks a backend, since the run may be meant for another; 2 if a path
-    does not exist and no command is known to bring it."""
+    fetched, or if this machine lacks a backend or memory, since the run may be meant for another; 2
+    if a path does not exist and no command is known to bring it. `is_here`: whether the run would
+    be on this machine alone."""
     from overland.checks import load_checked
     from overland.config.errors import ConfigError
     from overland.config.load import in_order
@@ -79,6 +84,7 @@ def report(
     if world_size is None:
         world_size, devices, more = devices_here(loaded)
         notes += more
+        is_here = not more
     else:
         devices = f"{world_size:,}"
     has_model = not any(problem.key in ("model.config", "model.from") for problem in missing)
@@ -95,9 +101,10 @@ def report(
             f"skipped the fake step, which supports {LARGEST_FAKE_WORLD:,} devices at most"
         )
     elif step and has_model:
-        step_facts, step_lines = fake_step_facts(loaded.config, world_size)
+        step_facts, step_lines, more = fake_step_facts(loaded.config, world_size, is_here)
         facts |= step_facts
         lines |= step_lines
+        notes += more
     code = 0 if all(problem.can_be_fetched for problem in missing) else 2
     if as_json:
         print(json.dumps({**facts, "notes": notes, "to_fetch": [*map(str, missing)]}, indent=2))
@@ -207,21 +214,28 @@ def order_notes(config: JobConfig, world_size: int) -> list[str]:
     return [note] if note else []
 
 
-def fake_step_facts(config: JobConfig, world_size: int) -> tuple[dict[str, Any], dict[str, str]]:
+def fake_step_facts(
+    config: JobConfig, world_size: int, is_here: bool
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Returns the memory and collectives of rank 0, for scripts and as lines; with a pipeline, of
-    whichever of its two ends needs more memory."""
+    whichever of its two ends needs more memory. Also returns notes."""
     import warnings
 
+    from overland.world.devices import device_type
+
+    where = (
+        device_type(config.training.device) if is_here else "cuda"
+    )  # runs worth checking elsewhere use GPUs
     from overland.checks.fake_step import NOT_FOR_FAKES, fake_steps
     from overland.training.opening import binary_size
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about fake tensors
         try:
-            steps = fake_steps(config, world_size)
+            steps = fake_steps(config, world_size, device_type=where)
         except NOT_FOR_FAKES as error:
             none = f"none: the model reads values, and fake tensors have none ({error})"
-            return {"fake_step": none}, {"fake step": none}
+            return {"fake_step": none}, {"fake step": none}, []
     worst = max(steps, key=lambda one: one.total_bytes)
     parts = {
         "parameters": worst.parameter_bytes,
@@ -238,11 +252,33 @@ def fake_step_facts(config: JobConfig, world_size: int) -> tuple[dict[str, Any],
         "fake_step_seconds": round(sum(one.seconds for one in steps), 1),
     }
     split = [f"{MEMORY[name]} {binary_size(size)}" for name, size in parts.items()]
-    lines = {"memory": f"{binary_size(worst.total_bytes)} per GPU: {any_of(split, 'and')}"}
+    per = ("GPU" if where == "cuda" else "rank") if is_here else "device"
+    lines = {"memory": f"{binary_size(worst.total_bytes)} per {per}: {any_of(split, 'and')}"}
     if counts:
         sent = [number_of(count, name) for name, count in counts.items()]
         lines["communication"] = f"{any_of(sent, 'and')} per pass"
-    return facts, lines
+    return facts, lines, lack_of_memory(config, world_size, worst, where) if is_here else []
+
+
+def lack_of_memory(config: JobConfig, world_size: int, step: FakeStep, where: str) -> list[str]:
+    """Returns a note if `overland train` would refuse to start on this machine."""
+    import torch
+
+    from overland.config.derived import resolve_degrees
+    from overland.errors import TrainingError
+    from overland.models.registry import model_config
+    from overland.training.auto import settle
+    from overland.training.out_of_memory import require_memory
+
+    architecture, device = model_config(config.model), torch.device(where)
+    degrees = resolve_degrees(config.parallelism, world_size)
+    config, _ = settle(config, architecture, degrees, device)
+    held = step.held_bytes(config.training)
+    try:
+        require_memory(config, architecture, degrees, device, held, world_size)
+    except TrainingError as error:
+        return [f"`overland train` would refuse to start here: {error}"]
+    return []
 
 
 def describe_run(config: JobConfig, world_size: int) -> dict[str, Any]:

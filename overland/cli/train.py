@@ -56,7 +56,9 @@ def train(
     if world is not None:
         export_world(world)
     if dry_run(os.environ):
-        raise typer.Exit(report(source, arguments, world.size if world else ngpu(os.environ)))
+        is_here = world is None or world.size == world.local_size
+        size = world.size if world else ngpu(os.environ)
+        raise typer.Exit(report(source, arguments, size, is_here=is_here))
     with under_watch(world or World()) as beat:
         train_here(source, arguments, world, beat)
 
@@ -68,7 +70,7 @@ def train_here(
     from overland.checks import load_checked
     from overland.config.arguments import log_ranks, ngpu
     from overland.world import World
-    from overland.world.devices import available_memory, num_local_ranks
+    from overland.world.devices import memory_state, num_local_ranks
     from overland.world.launch import launch_local
     from overland.world.signals import LAUNCHED
 
@@ -93,12 +95,12 @@ def train_here(
             print(f"note: {note}", file=sys.stderr)
         if num_ranks > 1:
             words = ["train", *([source] if source else []), *arguments]
-            free = available_memory()
+            before = memory_state()
             code = launch_local(words, num_ranks, printing, folder.logs)
             if code == 128 + signal.SIGKILL:
                 from overland.tools.run import killed_in_words
 
-                print(killed_in_words(loaded.config, num_ranks, free), file=sys.stderr)
+                print(killed_in_words(loaded.config, num_ranks, before), file=sys.stderr)
             raise typer.Exit(code)
     run_rank(loaded, world or World(), printing, beat)
 

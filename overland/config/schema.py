@@ -705,6 +705,10 @@ class Health(Section):
     """After this many attempts in a row without a new step, a job releases its nodes, and the next
     job of the chain continues on others. The same error twice at the same place always stops the
     chain."""
+    check_memory: bool = True
+    """Refuse to start a run that cannot fit: its parameters, gradients and optimizer state take
+    more memory than the GPU, or on CPUs the machine or job, has; or a step is estimated to take
+    1.5 times as much. Turn it off to try all the same."""
 
 
 class Debug(Section):

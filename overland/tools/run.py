@@ -25,7 +25,7 @@ from overland.run_folder import LOGS, RunFolder, fresh_folder
 from overland.training.history import History
 from overland.words import visible
 from overland.world import World
-from overland.world.devices import available_memory, device_type
+from overland.world.devices import MemoryState, device_type, memory_state
 from overland.world.heartbeat import Heartbeat, Phase
 from overland.world.last_words import say
 from overland.world.launch import launch_local
@@ -135,13 +135,13 @@ def _train_on(config: JobConfig, num_ranks: int, printing: Collection[int]) -> T
     with tempfile.TemporaryDirectory(prefix="overland-") as place:
         path = Path(place) / "config.toml"
         write_config(config, path, full=True)
-        free = available_memory()
+        before = memory_state()
         code = launch_local(["train", str(path)], num_ranks, printing, folder.root / LOGS)
     if code in (0, STOPPED):
         return trained(folder, finished=code == 0)
     why = f"the ranks ended with exit code {code}; their output is above and in {folder.logs}"
     if code == 128 + signal.SIGKILL:
-        why = killed_in_words(config, num_ranks, free)
+        why = killed_in_words(config, num_ranks, before)
     raise TrainingError(why)
 
 
@@ -239,15 +239,15 @@ def in_fresh_folder(config: JobConfig, folder: str) -> JobConfig:
     return config.model_copy(update={"job": job, "checkpoint": checkpoint})
 
 
-def killed_in_words(config: JobConfig, num_ranks: int, free: float) -> str:
-    """Explains why a rank was killed. `free`: bytes of free memory before the ranks started."""
+def killed_in_words(config: JobConfig, num_ranks: int, before: MemoryState) -> str:
+    """Explains why a rank was killed. `before`: the memory when the ranks were started."""
     import torch
 
     from overland.models.registry import model_config
     from overland.training.out_of_memory import rank_killed
 
     device = torch.device(device_type(config.training.device))
-    return rank_killed(config, model_config(config.model), num_ranks, device, free)
+    return rank_killed(config, model_config(config.model), num_ranks, device, before)
 
 
 @contextmanager

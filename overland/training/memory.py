@@ -139,6 +139,8 @@ def _state(model: Any, config: JobConfig, degrees: Degrees) -> tuple[float, floa
         ends = counts.head
     block, ends = max(counts.blocks) / degrees.tp, ends / degrees.tp
     number = blocks * block + ends
+    if degrees.pp == 1:  # blocks may differ
+        number = counts.total / degrees.tp
     wide, size = BYTES[training.dtype], BYTES[training.mixed_precision_param]
     shapes = trained_parameters(model, config.lora)
     # In a model with adapters only these are trained; the rest is stored in the precision it

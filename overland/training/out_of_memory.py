@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from overland.config.derived import Degrees, resolve_degrees, settle_dtype
 from overland.config.schema import JobConfig
-from overland.errors import OutOfMemoryError
+from overland.errors import OutOfMemoryError, TrainingError
+from overland.optimizers.registry import state_bytes
+from overland.optimizers.rule import BYTES
+from overland.parallel.sharding import named_parameters
 from overland.training.auto import compiles
 from overland.training.memory import (
     RECOMPUTE,
@@ -19,8 +26,12 @@ from overland.training.memory import (
     least_recompute,
     step_memory,
 )
+from overland.world.devices import MemoryState, machine_memory, memory_state
 
 GIB = 2**30
+# A run is refused if its estimate exceeds the memory by this factor: the estimate may be too high
+# for devices and models that it was not compared with, and a run that fits must start.
+MARGIN = 1.5
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -45,14 +56,65 @@ def out_of_memory(
     return OutOfMemoryError(with_ways_out(what, config, architecture, degrees, device))
 
 
+def held_bytes(parts: Sequence[nn.Module], config: JobConfig) -> float:
+    """Returns the bytes that parameters, gradients and optimizer state of this rank take at least,
+    which depend on no estimate. `parts` may be on the meta device."""
+    parameters = named_parameters(parts)
+    trained = {name: one for name, one in parameters.items() if one.requires_grad}
+    local = {name: tuple(_local(one).shape) for name, one in trained.items()}
+    held = sum(_local(one).nbytes for one in parameters.values()) + state_bytes(config, local)
+    narrow = BYTES[config.training.mixed_precision_param]
+    return held + sum(
+        prod(local[name]) * min(one.itemsize, narrow) for name, one in trained.items()
+    )
+
+
+def require_memory(
+    config: JobConfig,
+    architecture: Any,
+    degrees: Degrees,
+    device: torch.device,
+    held: float,
+    num_ranks: int,
+) -> None:
+    """Raises before anything is allocated if the run cannot fit; see `health.check_memory`. `held`:
+    the mean of `held_bytes` over ranks; `num_ranks`: those of this machine."""
+    peak = 0.0
+    if can_estimate(architecture):
+        peak = estimate(config, architecture, degrees, device).peak
+    machine = "this machine", machine_memory()
+    if device.type != "cuda":
+        needs = [(*machine, num_ranks * held, num_ranks * peak)]
+    else:
+        gpu = "this GPU", float(torch.cuda.get_device_properties(device).total_memory)
+        needs = [(*gpu, held, peak)]
+        if config.training.enable_cpu_offload:  # the state is in the machine's memory
+            needs = [(*machine, num_ranks * held, 0.0), (*gpu, 0.0, peak)]
+    for where, there, least, likely in needs:
+        if config.health.check_memory and max(least, likely / MARGIN) > there:
+            what = (
+                f"this run needs about {max(least, likely) / GIB:.1f} GiB on {where}, which has "
+                f"{there / GIB:.1f} GiB; health.check_memory=false starts it all the same"
+            )
+            raise TrainingError(with_ways_out(what, config, architecture, degrees, device))
+
+
 def rank_killed(
-    config: JobConfig, architecture: Any, num_ranks: int, device: torch.device, free: float
+    config: JobConfig, architecture: Any, num_ranks: int, device: torch.device, before: MemoryState
 ) -> str:
-    """Returns the message for a rank that got SIGKILL, which the system sends when memory runs out.
-    `free`: bytes of free memory on the machine before the ranks were started."""
+    """Returns the message for a rank that got SIGKILL, which the system sends when memory runs out,
+    and so does whoever wants to end it. `before`: the memory when the ranks were started."""
+    now = memory_state()
+    if now.kills is not None and now.kills == before.kills:
+        return (
+            "a rank was killed (SIGKILL), and not for lack of memory: the kernel reports none. "
+            "Someone or a scheduler ended it; the same command resumes the run"
+        )
     what = "a rank was killed, probably because the machine ran out of memory"
-    if math.isfinite(free):  # known only on Linux
-        what += f": this machine had {free / GIB:.1f} GiB free for {num_ranks} ranks"
+    if now.kills is None:
+        what = "a rank was killed (SIGKILL), perhaps because the machine ran out of memory"
+    if math.isfinite(before.free):  # known only on Linux
+        what += f": this machine had {before.free / GIB:.1f} GiB free for {num_ranks} ranks"
     if device.type == "cuda":  # the machine's memory ran out, not a GPU's
         return (
             f"{what}. To use less: checkpoint.async_mode=disabled, which keeps no copy of the "
@@ -91,9 +153,10 @@ def with_ways_out(
     estimates = [(way, estimate(some, architecture, on, device).peak) for way, some, on in ways]
     helps = [(way, peak) for way, peak in estimates if peak < 0.99 * now.peak]
     listed = "; ".join(f"{way}: about {peak / GIB:.2f} GiB" for way, peak in helps)
+    per = "device" if device.type == "cuda" else "rank"
     listed = listed or "a smaller model or training.seq_len"
     return (
-        f"{what}. A step is estimated to take {now.peak / GIB:.2f} GiB per device: parameters and "
+        f"{what}. A step is estimated to take {now.peak / GIB:.2f} GiB per {per}: parameters and "
         f"optimizer state {now.state / GIB:.2f}, gradients {now.gradients / GIB:.2f}, activations "
         f"{now.kept / GIB:.2f}. To use less: {listed}"
     )
@@ -112,6 +175,10 @@ def estimate(
         return least_recompute(architecture, config, degrees, there, compiled)[1]
     recompute = mode if mode in RECOMPUTE else "none"
     return step_memory(architecture, config, degrees, recompute, compiled)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _with(section: Any, **update: object) -> Any:

@@ -43,7 +43,7 @@ from overland.objectives.objective import Objective
 from overland.objectives.preference import PreferenceLoss
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
-from overland.parallel.comm import from_first_rank, warm_up
+from overland.parallel.comm import from_first_rank, sum_over, warm_up
 from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.sharding import local_part, splits
 from overland.run_folder import MODEL_CONFIG, RunFolder
@@ -61,6 +61,7 @@ from overland.training.console import Console
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.metrics import LossPlot, MetricsFile, TensorBoard, WeightsAndBiases
 from overland.training.opening import opening
+from overland.training.out_of_memory import held_bytes, require_memory
 from overland.training.readme import model_name, write_readme
 from overland.training.reference import Reference, reference_for
 from overland.training.resume import policy_of_the_resumed, shares_of_the_resumed, start_from
@@ -166,6 +167,10 @@ def build_run(
     if degrees.pp > 1:
         unchecked = once_for_all(partial(require_order, architecture, config, degrees))
     parts = build_parts(architecture, mesh, config)
+    held = sum_over(torch.tensor(held_bytes(parts, config), dtype=torch.float64, device=device))
+    require_memory(
+        config, architecture, degrees, device, held.item() / world.size, world.local_size
+    )
     give_weights(parts, config, device)
     objective = objective_for(config, architecture)
     objective.bind(mesh)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CPU_RANKS = 2  # without accelerators: enough to make every run distributed
 
@@ -78,14 +78,46 @@ def memory_in_use(wanted: str = "auto") -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def machine_memory() -> float:
+    """Returns the bytes of memory and swap that this job may use, within the limits of containers
+    and Slurm; infinite if that is unknown."""
+    swap, most = 0, [float("inf")]
+    with suppress(OSError, KeyError, ValueError):
+        amounts = _meminfo()
+        swap = amounts["SwapTotal"]
+        most.append(amounts["MemTotal"] + swap)
+    for group in _control_groups():
+        with suppress(OSError, ValueError):  # missing, or "max"
+            most.append(int((group / "memory.max").read_text()) + swap)
+    for group in _old_control_groups():
+        with suppress(OSError, ValueError):
+            most.append(int((group / "memory.limit_in_bytes").read_text()) + swap)
+    for name, count in (("SLURM_MEM_PER_NODE", "1"), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):
+        with suppress(ValueError):
+            megabytes = int(os.environ.get(name, "0")) * int(os.environ.get(count, count))
+            most += [megabytes * 2**20] if megabytes > 0 else []
+    return min(most)
+
+
+class MemoryState(NamedTuple):
+    """Memory of this machine at one moment."""
+
+    free: float
+    kills: int | None
+    """Processes that the kernel has killed for lack of memory so far, if it says."""
+
+
+def memory_state() -> MemoryState:
+    found = [line.split()[1] for line in _lines("/proc/vmstat") if line.startswith("oom_kill ")]
+    return MemoryState(available_memory(), int(found[0]) if found else None)
+
+
 def available_memory() -> float:
     """Returns the bytes that can be allocated without swapping, within the limits of containers and
     jobs."""
     free = [float("inf")]
     with suppress(OSError, KeyError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        amounts = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        free.append(amounts["MemAvailable"])
+        free.append(_meminfo()["MemAvailable"])
     for group in _control_groups():
         with suppress(OSError, ValueError, KeyError):  # missing, or "max"
             limit = int((group / "memory.max").read_text())
@@ -93,7 +125,19 @@ def available_memory() -> float:
             words = (group / "memory.stat").read_text().split()
             cached = int(dict(zip(words[::2], words[1::2], strict=True))["inactive_file"])
             free.append(limit - used + cached)
+    for group in _old_control_groups():
+        with suppress(OSError, ValueError, KeyError):
+            limit = int((group / "memory.limit_in_bytes").read_text())
+            used = int((group / "memory.usage_in_bytes").read_text())
+            words = (group / "memory.stat").read_text().split()
+            cached = int(dict(zip(words[::2], words[1::2], strict=True))["total_inactive_file"])
+            free.append(limit - used + cached)
     return min(free)
+
+
+def _meminfo() -> dict[str, int]:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
 
 
 def _control_groups() -> list[Path]:
@@ -104,6 +148,20 @@ def _control_groups() -> list[Path]:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):
                 group = root / line[len("0::") :].lstrip("/")
+                groups += [group, *(p for p in group.parents if root in p.parents)]
+    return groups
+
+
+def _old_control_groups() -> list[Path]:
+    """The same for version 1 of control groups. In a container, the group may be mounted as the
+    root."""
+    root = Path("/sys/fs/cgroup/memory")
+    groups = [root]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if "memory" in kinds.split(","):
+                group = root / path.lstrip("/")
                 groups += [group, *(p for p in group.parents if root in p.parents)]
     return groups
 

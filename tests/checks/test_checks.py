@@ -502,7 +502,7 @@ def test_check_describes_what_train_would_do_on_this_machine(
     assert lines["batch"] == "6 × 32 = 192 tokens per step; 10 steps (1,920 tokens)"
     assert lines["devices"].startswith("3 × ")
     assert "as `overland train` would use here; --world-size checks" in lines["devices"]
-    assert re.match(r"[\d.]+ MiB per GPU: parameters [\d.]+ MiB, gradients", lines["memory"])
+    assert re.match(r"[\d.]+ MiB per rank: parameters [\d.]+ MiB, gradients", lines["memory"])
     assert "all-gathers" in lines["communication"]
     assert "MFLOP per token" in lines["compute"]
     monkeypatch.setenv("NGPU", "4")

@@ -9,11 +9,21 @@ import pytest
 import torch
 
 from overland.config.derived import resolve_degrees
-from overland.errors import Kind
+from overland.errors import Kind, TrainingError
 from overland.models.registry import model_config
-from overland.training.out_of_memory import is_out_of_memory, out_of_memory, rank_killed
+from overland.parallel.comm import process_group
+from overland.training import out_of_memory as out_of_memory_
+from overland.training.out_of_memory import (
+    is_out_of_memory,
+    out_of_memory,
+    rank_killed,
+    require_memory,
+)
+from overland.training.run import build_run
+from overland.world import World, devices
+from overland.world.devices import MemoryState, machine_memory
 from overland.world.last_words import error_kind
-from tests.jobs import tiny_job
+from tests.jobs import TINY_MODEL, tiny_job
 
 
 def test_what_was_held_and_three_ways_out_are_named(tmp_path: Path) -> None:
@@ -52,7 +62,80 @@ def test_a_way_out_that_frees_next_to_nothing_is_not_advised(tmp_path: Path) -> 
     assert "bf16_moments" not in said  # kilobytes, where activations take gigabytes
 
 
-def test_a_rank_that_was_killed_beside_gpus_lacked_the_machines_memory(tmp_path: Path) -> None:
+def test_a_rank_that_was_killed_beside_gpus_lacked_the_machines_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_job(tmp_path)
-    said = rank_killed(config, model_config(config.model), 8, torch.device("cuda"), 3 * 2**30)
+    monkeypatch.setattr(out_of_memory_, "memory_state", lambda: MemoryState(0.0, 8))
+    before = MemoryState(3 * 2**30, 7)
+    said = rank_killed(config, model_config(config.model), 8, torch.device("cuda"), before)
     assert "this machine had 3.0 GiB free for 8 ranks. To use less: checkpoint.async_mode" in said
+
+
+def test_a_rank_that_someone_killed_did_not_lack_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_job(tmp_path)
+    for kills, words in ((7, "not for lack of memory"), (None, "perhaps because the machine ran")):
+        state = MemoryState(18 * 2**30, kills)
+        monkeypatch.setattr(out_of_memory_, "memory_state", lambda state=state: state)
+        said = rank_killed(config, model_config(config.model), 2, torch.device("cpu"), state)
+        assert words in said
+
+
+@pytest.mark.parametrize("what", ["state", "activations"])
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(
+    tmp_path: Path, what: str
+) -> None:
+    """Of a state, the allocator of this machine would only give virtual memory."""
+    changes = {"vocab_size": 2_000_000_000} if what == "state" else {}
+    rows = {} if what == "state" else {"local_batch_size": 2**30, "global_batch_size": 2**30}
+    config = tiny_job(tmp_path, model={"overrides": {**TINY_MODEL, **changes}}, training=rows)
+    with (
+        process_group(config.comm, World(), "cpu") as device,
+        pytest.raises(
+            TrainingError, match=r"this machine, which has .* health\.check_memory=false"
+        ),
+    ):
+        build_run(config, World(), device, log_ranks=())
+
+
+def test_a_run_that_may_fit_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate leaves a margin, several ranks share the machine, and a key overrides it."""
+    config = tiny_job(tmp_path)
+    model, degrees = model_config(config.model), resolve_degrees(config.parallelism, 2)
+    cpu = torch.device("cpu")
+    peak = out_of_memory_.estimate(config, model, degrees, cpu).peak
+    arguments = config, model, degrees, cpu, 0.0, 2
+    monkeypatch.setattr(out_of_memory_, "machine_memory", lambda: 2 * peak / 1.49)
+    require_memory(*arguments)
+    monkeypatch.setattr(out_of_memory_, "machine_memory", lambda: 2 * peak / 1.51)
+    with pytest.raises(TrainingError, match="check_memory"):
+        require_memory(*arguments)
+    off = config.model_copy(
+        update={"health": config.health.model_copy(update={"check_memory": False})}
+    )
+    require_memory(off, *arguments[1:])
+
+
+def test_a_jobs_limit_is_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(devices, "_control_groups", lambda: [tmp_path / "new"])
+    monkeypatch.setattr(devices, "_old_control_groups", lambda: [tmp_path / "old"])
+    amounts = {"MemTotal": 100 * 2**30, "SwapTotal": 2**30}
+    monkeypatch.setattr(devices, "_meminfo", lambda: amounts)
+    assert machine_memory() == 101 * 2**30
+    for name, file in (("old", "memory.limit_in_bytes"), ("new", "memory.max")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("max\n")
+        assert machine_memory() == 101 * 2**30
+        (tmp_path / name / file).write_text(f"{9 * 2**30}\n")
+        assert machine_memory() == 10 * 2**30
+        (tmp_path / name / file).unlink()
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "8192")
+    assert machine_memory() == 8 * 2**30
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all of it
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1024")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "7")
+    assert machine_memory() == 7 * 2**30
