@@ -31,6 +31,7 @@ USES = {
     "save": (Phase.SAVING,),
     "end": (Phase.ENDING,),
 }
+ADDED = ("time", "seconds")  # to a record, in the file only
 IN_LOOP = ("data", "compute", "validation", "save")
 
 
@@ -159,16 +160,28 @@ def undo_lines(path: Path, undone: Path, step: int) -> None:
 
 
 def newest_records(path: Path) -> list[Record]:
-    """Returns the last record of a step and the last record of a validation, if there are any."""
-    newest: dict[bytes, bytes] = {}
+    """Returns the last record of a step and the last record of a validation, if there are any, and
+    all records from the first of these steps on, as they were logged."""
+    newest: dict[bytes, int] = {}
     with path.open("rb") as lines:
         for line in lines:
-            newest[b"validation_loss" if b'"validation_loss' in line else b"loss"] = line
-    records = []
-    for line in newest.values():
-        with suppress(ValueError):  # cut short by a full disk
-            records.append(json.loads(line))
-    return [one for one in records if isinstance(one, dict) and isinstance(one.get("step"), int)]
+            kind = b"validation_loss" if b'"validation_loss' in line else b"loss"
+            newest[kind] = _step_of(line)
+        first = min(newest.values(), default=0)
+        lines.seek(0)
+        records = []
+        for line in lines:
+            with suppress(ValueError):  # cut short by a full disk
+                records += [json.loads(line)] if _step_of(line) >= first else []
+    some = [one for one in records if isinstance(one, dict) and isinstance(one.get("step"), int)]
+    return [{key: one[key] for key in one if key not in ADDED} for one in some]
+
+
+def was_undone_after(path: Path, step: int) -> bool:
+    """Whether steps after this one were logged and then undone."""
+    with suppress(FileNotFoundError), path.open("rb") as lines:
+        return any(_step_of(line) > step for line in lines)
+    return False
 
 
 def _step_of(line: bytes) -> int:
@@ -187,9 +200,14 @@ class TensorBoard(Callback):
 
     def _open(self, run: Run) -> None:
         """Discards what was logged after this step, for both of TensorBoard's readers: the Python
-        reader honours `purge_step`, and the fast one drops data when a step is repeated."""
-        self.writer = self._new_writer(run, purge_step=run.progress.step + 1)
-        for record in newest_records(run.folder.metrics):
+        reader honours `purge_step`, and the fast one drops data when a step is repeated. If nothing
+        has to be discarded, nothing is repeated."""
+        step = run.progress.step
+        is_undone = was_undone_after(run.folder.undone_metrics, step)
+        again = newest_records(run.folder.metrics) if is_undone else []
+        first = min((record["step"] for record in again), default=step + 1)
+        self.writer = self._new_writer(run, purge_step=first)
+        for record in again:
             self.on_log(run, record)
 
     def _new_writer(self, run: Run, **options: Any) -> Any:

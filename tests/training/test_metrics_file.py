@@ -118,9 +118,29 @@ def test_what_was_logged_of_undone_steps_is_void_everywhere(
     ]
     for seen in (
         steps_in_tensorboard(tmp_path / "tb")["loss"],
-        sorted({e.step for e in EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("loss")}),
+        [e.step for e in EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("loss")],
     ):
         assert seen == valid
+
+
+def test_a_resumed_run_repeats_no_point_and_logs_no_time(ranks: RankPool, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def job(steps: int) -> JobConfig:
+        return tiny_job(
+            tmp_path,
+            training={"steps": steps},
+            metrics={"log_freq": 1, "enable_tensorboard": True},
+            validation={"enable": True, "dataset": "random", "freq": 2, "steps": 1},
+            checkpoint={"enable": True, "interval": 2, "async_mode": "disabled"},
+        )
+
+    for steps in (3, 6):
+        ranks.run(1, session, job(steps))
+    loader = EventAccumulator(str(tmp_path / "tb"), purge_orphaned_data=False).Reload()
+    assert [event.step for event in loader.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in loader.Scalars("validation_loss")] == [2, 3, 4, 6]
+    assert not {"time", "seconds"} & {*loader.Tags()["scalars"]}
 
 
 def test_no_run_ends_for_a_picture(tmp_path: Path) -> None:
