@@ -244,6 +244,26 @@ def test_a_peak_that_flattens_the_rest_is_cut_off_and_marked(
     assert browser.said == []
 
 
+def test_peaks_of_few_validations_on_several_sets_are_cut_off(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    lines = [
+        json.dumps({"step": step, "validation_loss": value, "validation_loss/a": value,
+                    "validation_loss/b": value + 0.5, "time": NOW + step}) + "\n"
+        for step in range(100, 2100, 100)
+        for value in [500.0 if step in (500, 600) else 2 + step % 200 / 100]
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text(line(1, NOW, loss=2.0) + "".join(lines))
+    (reader,) = open_runs([run])
+    reader.read_on()
+    (tmp_path / "page.html").write_text(build_page([reader.report()]))
+    browser.open(f"file://{tmp_path}/page.html")
+    place = "[data-chart='held_out.validation_loss']"
+    marks = f'document.querySelectorAll("{place} path.cut").length'
+    assert browser.evaluate(marks) == 6
+
+
 def test_a_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", done=5)
     with open_server(open_runs([run]), 0) as server:

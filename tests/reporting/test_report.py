@@ -17,7 +17,7 @@ from overland.tools.reporting.charts import MOST_POINTS, charts_of
 from overland.tools.reporting.lines import Lines, parse
 from overland.tools.reporting.page import build_page, json_in_script
 from overland.tools.reporting.run import RunReport, open_runs
-from overland.tools.reporting.thin import bin_sizes, binned, thinned
+from overland.tools.reporting.thin import bin_sizes, means, thinned
 from overland.tools.reporting.write import numbers_of, write_plots
 from tests.reporting.runs import (
     ATTEMPT,
@@ -311,15 +311,24 @@ def test_reading_without_parsing_gives_what_parsing_gives(tmp_path: Path) -> Non
     assert fast.logged["loss"].tolist() == whole, "to the last bit"
 
 
-@pytest.mark.parametrize(("steps", "sizes"), [(1, (1, 2)), (60, (2, 10)), (600, (20, 100)),
+@pytest.mark.parametrize(("steps", "sizes"), [(1, (1, 1)), (60, (2, 10)), (600, (20, 100)),
     (2_000, (100, 500)), (73_500, (100, 15_000)), (10**6, (100, 15_000))])  # fmt: skip
 def test_bins_are_those_of_the_field_or_what_fits(steps: int, sizes: tuple[int, int]) -> None:
     assert bin_sizes(steps) == sizes
 
 
-def test_bins_are_means() -> None:
-    steps = np.arange(1.0, 11.0)
-    assert [one.tolist() for one in binned(steps, steps**2, 5)] == [[3, 8], [11, 66]]
+def test_means_are_of_the_steps_up_to_each_place_and_reach_the_last() -> None:
+    steps = np.arange(1.0, 13.0)
+    found = [one.tolist() for one in means(steps, steps**2, 5)]
+    assert found == [[5, 10, 12], [11, 66, np.mean([64, 81, 100, 121, 144])]]
+    rare = np.arange(10.0, 101.0, 10.0)
+    assert [one.tolist() for one in means(rare, rare, 20)][1][-1] == 95
+
+
+def test_there_is_no_mean_of_single_values() -> None:
+    assert bin_sizes(100, spacing=1) == (5, 20)
+    assert bin_sizes(100, spacing=10) == (1, 20)
+    assert bin_sizes(100, spacing=20) == (1, 1)
 
 
 def test_thinning_keeps_highest_lowest_first_and_last_of_every_stretch() -> None:

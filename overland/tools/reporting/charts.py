@@ -11,7 +11,7 @@ import numpy as np
 from overland.run_folder import METRIC_NAMES, VALIDATION, VALIDATION_LOSS
 from overland.tools.reporting.lines import Columns, Numbers
 from overland.tools.reporting.sessions import with_borders
-from overland.tools.reporting.thin import bin_sizes, binned, rounded, thinned
+from overland.tools.reporting.thin import bin_sizes, means, rounded, spacing_of, thinned
 
 if TYPE_CHECKING:
     from overland.tools.reporting.run import RunReport
@@ -135,7 +135,8 @@ def _has_points(chart: Chart) -> bool:
 
 def _loss(runs: Sequence[RunReport]) -> Chart:
     last = max((float(run.lines.logged.last_step) for run in runs), default=0.0)
-    fine, coarse = bin_sizes(last)
+    spacing = max((spacing_of(run.lines.logged.points("loss")[0]) for run in runs), default=1.0)
+    fine, coarse = bin_sizes(last, spacing)
     chart = Chart("loss", "Training loss", note=_bins_in_words(fine, coarse))
     several = len(runs) > 1
     for number, run in enumerate(runs):
@@ -145,12 +146,12 @@ def _loss(runs: Sequence[RunReport]) -> Chart:
         odd = _odd(run.lines.logged, "loss")
         raw = Line(f"{prefix}each step logged", number, colour, "raw", steps, losses, odd,
                    not several)  # fmt: skip
-        means = Line(
-            f"{prefix}mean of {fine:,} steps", number, colour, "mean", *binned(steps, losses, fine)
+        mean = Line(
+            f"{prefix}mean of {fine:,} steps", number, colour, "mean", *means(steps, losses, fine)
         )
         trend = Line(f"{prefix}mean of {coarse:,} steps", number, colour if several else 1, "trend",
-                     *binned(steps, losses, coarse), is_shown=not several)  # fmt: skip
-        chart.lines += [raw, means, trend] if fine > 1 else [raw, trend]
+                     *means(steps, losses, coarse), is_shown=not several)  # fmt: skip
+        chart.lines += [raw, *([mean] if fine > 1 else ()), *([trend] if coarse > 1 else ())]
         if not several or fine == 1:
             raw.is_shown = True
         for line in _lost(run, number, f"{prefix}lost steps"):
@@ -160,9 +161,10 @@ def _loss(runs: Sequence[RunReport]) -> Chart:
 
 
 def _bins_in_words(fine: int, coarse: int) -> str:
-    words = (
-        f"means of {fine:,} and of {coarse:,} steps" if fine > 1 else f"means of {coarse:,} steps"
-    )
+    sizes = [f"{size:,}" for size in (fine, coarse) if size > 1]
+    if not sizes:
+        return "too few values for a mean"
+    words = f"means of the values logged in the last {' and the last '.join(sizes)} steps"
     return words + ("" if (fine, coarse) == (100, 15_000) else ", chosen for the length of the run")
 
 
@@ -232,7 +234,7 @@ def _logged(run: RunReport, number: int, name: str, several: bool) -> list[Line]
     line.kind, line.is_shown = "raw", not several
     line.name = f"{run.name}: each step logged" if several else "each step logged"
     size = max(100, rounded(steps[-1] / 500))
-    mean = binned(steps, values, size)
+    mean = means(steps, values, size)
     label = f"{run.name}: mean of {size:,} steps" if several else f"mean of {size:,} steps"
     return [line, Line(label, number, number, "mean", *mean)]
 

@@ -7,7 +7,8 @@
   const WIDTHS = { raw: 1, mean: 1.6, trend: 2.6, curve: 1.4, points: 1.8, lost: 1.3 };
   const COLOURS = 7, DOTS = 60, PALE = 0.38;
   const DASHES = ["none", "7 4", "2 3", "9 3 2 3"];
-  const TAIL = 0.001, MUCH = 3; // peaks are cut off if this share of the points takes up this much of the range
+  // Peaks are cut off if this share of a line's points (a validation has few), and at least one, takes up this much of the range.
+  const TAIL = 0.001, TAIL_OF_FEW = 0.1, MUCH = 3;
 
   let data = prepared(JSON.parse(document.getElementById("data").textContent));
   let zoom = null; // [first step, last step]
@@ -154,15 +155,17 @@
 
     // The range of the values in view; without the rarest peaks, if they would flatten the rest.
     range(log) {
-      const values = [];
+      let low = Infinity, high = -Infinity, usual = -Infinity, cut = false;
       for (const line of this.visible) {
         const [from, to] = this.between(line);
-        for (let i = from; i < to; i++) if (!log || line.values[i] > 0) values.push(line.values[i]);
+        const values = Array.from(line.values.slice(from, to)).filter((value) => !log || value > 0).sort((a, b) => a - b);
+        if (!values.length) continue;
+        const tail = Math.max(1, Math.floor(values.length * (line.kind === "points" ? TAIL_OF_FEW : TAIL)));
+        low = Math.min(low, values[0]);
+        high = Math.max(high, values[values.length - 1]);
+        usual = Math.max(usual, values[Math.max(0, values.length - 1 - tail)]);
       }
-      if (!values.length) return log ? [1, 10, false] : [0, 1, false];
-      values.sort((a, b) => a - b);
-      let low = values[0], high = values[values.length - 1], cut = false;
-      const usual = values[Math.floor((values.length - 1) * (1 - TAIL))];
+      if (high < low) return log ? [1, 10, false] : [0, 1, false];
       this.legend.querySelector("[data-switch='all peaks']").hidden = !(high - low > MUCH * (usual - low) && usual > low && !log);
       if (high - low > MUCH * (usual - low) && usual > low && !log && !whole.has(this.chart.id)) [high, cut] = [usual + (usual - low) * 0.25, true];
       if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) * 0.05, high + (Math.abs(high) || 1) * 0.05];

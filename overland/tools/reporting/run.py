@@ -28,7 +28,7 @@ from overland.tools.reporting.goodput import Goodput, where_time_went
 from overland.tools.reporting.lines import Lines, Recent
 from overland.tools.reporting.mixture import DrawnMixture, drawn_mixture
 from overland.tools.reporting.sessions import Happening, Session, Story
-from overland.tools.reporting.thin import bin_sizes, binned
+from overland.tools.reporting.thin import bin_sizes, means, spacing_of
 from overland.tools.watch.watch import RunStatus, Watch
 from overland.training.readme import model_name, optimizer_in_words, schedule_in_words
 from overland.words import command, duration
@@ -297,9 +297,9 @@ def figures_of(report: RunReport) -> list[Figure]:
     steps, losses = logged.points("loss")
     found: list[Figure | None] = [_steps(report), _tokens(report)]
     if len(steps):
-        fine, _ = bin_sizes(float(steps[-1]))
-        mean = float(binned(steps, losses, fine)[1][-1])
-        what = f"mean of the last {fine:,}-step bin" if fine > 1 else "at the last step"
+        fine, _ = bin_sizes(float(steps[-1]), spacing_of(steps))
+        mean = float(means(steps, losses, fine)[1][-1])
+        what = f"mean of the last {fine:,} steps" if fine > 1 else "at the last step logged"
         found.append(Figure("loss", f"{mean:.4f}", what, mean))
     found += [_best(report), _time(report), _share(report), _throughput(report)]
     mfu = logged.points("mfu")[1]

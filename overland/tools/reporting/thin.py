@@ -1,4 +1,4 @@
-"""Reduces the points of a curve, either without losing spikes or to means of bins."""
+"""Reduces the points of a curve, either without losing spikes or to means."""
 
 from __future__ import annotations
 
@@ -27,14 +27,25 @@ def thinned(steps: Numbers, values: Numbers, most: int) -> tuple[Numbers, Number
     return steps[kept], values[kept]
 
 
-def bin_sizes(last_step: float) -> tuple[int, int]:
-    """Returns the two bin sizes whose means are shown: 100 and 15,000 steps, or smaller ones if the
-    run is too short for them."""
+def bin_sizes(last_step: float, spacing: float = 1.0) -> tuple[int, int]:
+    """Returns the two numbers of steps whose means are shown: 100 and 15,000, or fewer if the run
+    is too short for them. 1: none, because values are logged too rarely for a mean (`spacing` is
+    the usual number of steps from one to the next)."""
     fine, coarse = (
         size if last_step >= size * least else rounded(last_step / least)
         for size, least in zip(BINS, LEAST_BINS, strict=True)
     )
-    return fine, max(coarse, 2 * fine)
+    coarse = max(coarse, 2 * fine)
+    least = max(2, 2 * spacing)
+    return (
+        fine if fine >= least else 1,
+        coarse if least <= coarse <= last_step / 2 else 1,
+    )
+
+
+def spacing_of(steps: Numbers) -> float:
+    """Returns the usual number of steps between two that were logged."""
+    return float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
 
 
 def rounded(wanted: float) -> int:
@@ -45,11 +56,13 @@ def rounded(wanted: float) -> int:
     return max(factor * power for factor in (1, 2, 5) if factor * power <= wanted)
 
 
-def binned(steps: Numbers, values: Numbers, size: int) -> tuple[Numbers, Numbers]:
-    """Returns the mean step and the mean value of each bin of `size` steps."""
+def means(steps: Numbers, values: Numbers, size: int) -> tuple[Numbers, Numbers]:
+    """Returns the mean of the values in the last `size` steps, at every `size` steps and at the
+    last one."""
     if not len(steps):
         return steps, values
     number = ((steps - 1) // size).astype(np.int64)
-    begins = np.flatnonzero(np.diff(number, prepend=-2))
-    counts = np.diff(np.append(begins, len(steps)))
-    return np.add.reduceat(steps, begins) / counts, np.add.reduceat(values, begins) / counts
+    ends = np.flatnonzero(np.diff(number, append=-1))
+    begins = np.searchsorted(steps, steps[ends] - size, side="right")
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return steps[ends], (sums[ends + 1] - sums[begins]) / (ends + 1 - begins)
