@@ -33,7 +33,10 @@ def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
                 raise
             # It may quote names from untrusted files, which could hold terminal escape codes.
             words = visible(sentence(error))
-            print(words, file=sys.stderr)
+            try:
+                print(words, file=sys.stderr, flush=True)
+            except OSError:  # a log on a full disk; the exit code must still be right
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             if place := os.environ.get(ERRORS):
                 with contextlib.suppress(OSError), open(place, "a", encoding="utf-8") as file:
                     file.write(f"{words}\n")

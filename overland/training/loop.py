@@ -26,11 +26,12 @@ from overland.training.resume import resume_newest
 from overland.training.run import Run, write_plan
 from overland.training.schedule import learning_rate
 from overland.training.step import StepResult, train_step
-from overland.training.stop import Clock, StopRequest, Wish
+from overland.training.stop import RETRY_AFTER_SIGNAL_SECONDS, Clock, StopRequest, Wish
 from overland.training.validate import sets_due, validate
 from overland.world.heartbeat import Phase
 
 RETRY_SECONDS = 20.0  # between two attempts of the last save
+LOOK_SECONDS = 0.5  # for signals meanwhile
 
 Data = Generator[Batch, None, None]
 
@@ -85,9 +86,9 @@ def train(run: Run) -> bool:
                     ledger.write()
                     words = f"stopping after step {progress.step}: {stop.reason(wish)}"
                     run.call("on_message", words)
-                    insist_on_last_save(run, ledger, clock, preempt=True)
+                    insist_on_last_save(run, ledger, clock, stop, preempt=True)
                     return False
-            insist_on_last_save(run, ledger, clock, preempt=False)
+            insist_on_last_save(run, ledger, clock, stop, preempt=False)
         finally:
             end(run, data, ledger, clock)
     return True
@@ -183,18 +184,28 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
             clock.saved(outcome.seconds)
 
 
-def insist_on_last_save(run: Run, ledger: LedgerWriter, clock: Clock | None, preempt: bool) -> None:
+def insist_on_last_save(
+    run: Run, ledger: LedgerWriter, clock: Clock | None, stop: StopRequest, preempt: bool
+) -> None:
     """Waits for the last save. If it fails in a way that may pass, such as a full disk, it is
-    retried until the job is about to end, and then in `checkpoint.fallback_folder`."""
+    retried until the job is about to end, for a few seconds after a signal, or until the next
+    signal; and then in `checkpoint.fallback_folder`."""
+    asked = stop.num_ends
     report_saves(run, run.store.finish(), clock)
-    seconds = from_first_rank(clock.seconds_for_retries() if clock is not None else 0.0)
+    # A supervisor sends SIGTERM well before the end of a job, and kills what takes too long.
+    is_urgent = stop.any_rank(asked > 0) and not run.beat.is_read
+    seconds = from_first_rank(clock.seconds_for_retries(is_urgent) if clock is not None else 0.0)
     deadline = time.monotonic() + seconds
+    pause = RETRY_AFTER_SIGNAL_SECONDS / 2.5 if is_urgent else RETRY_SECONDS
     while (last := run.store.last) is not None and last.error and last.may_pass:
-        if not from_first_rank(time.monotonic() + RETRY_SECONDS < deadline):
+        if not from_first_rank(time.monotonic() + pause < deadline):
             break
         left = deadline - time.monotonic()
-        run.call("on_message", f"retrying the save for {left:.0f} s; free some disk space")
-        time.sleep(RETRY_SECONDS)
+        words = f"retrying the save for {left:.0f} s; free some disk space"
+        run.call("on_message", words + ", or end it with SIGTERM" * (not is_urgent))
+        if is_told_to_end(stop, asked, pause):
+            run.call("on_message", "received a signal: the save is not retried")
+            break
         save(run, ledger, preempt)
         report_saves(run, run.store.finish(), clock)
     fallback = run.folder.fallback
@@ -205,13 +216,29 @@ def insist_on_last_save(run: Run, ledger: LedgerWriter, clock: Clock | None, pre
         report_saves(run, run.store.finish(), clock)
 
 
+def is_told_to_end(stop: StopRequest, asked: int, seconds: float) -> bool:
+    """Waits; returns early and True if any rank is told to end once more."""
+    until = time.monotonic() + seconds
+    while not stop.any_rank(stop.num_ends > asked):
+        if from_first_rank(time.monotonic() >= until):
+            return False
+        time.sleep(min(LOOK_SECONDS, seconds))
+    return True
+
+
 def check_last_save(run: Run) -> None:
     """Raises if the newest save cannot be resumed."""
     last = run.store.last
     if last is None:
         return
     if last.error:
-        raise NotSavedError(f"the last save failed, so there is no {last.path}: {last.error}")
+        kept = committed(run.folder.checkpoints)
+        stands = "there is no earlier checkpoint"
+        if kept:
+            stands = f"the newest checkpoint is {kept[-1]}, and the same command resumes it"
+        raise NotSavedError(
+            f"the last save failed, so there is no {last.path}: {last.error}; {stands}"
+        )
     if last.not_finite:
         good = committed(run.store.folder)
         names = tensors_in_words(list(last.not_finite))

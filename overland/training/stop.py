@@ -32,12 +32,15 @@ from overland.world.signals import (
     LAUNCHED,
     SAME_PRESS_SECONDS,
     SIGNALS,
+    WARNINGS,
     leave,
     leave_terminal,
     restore_handlers,
 )
 
 RETRY_FOR_SECONDS = 600.0  # at most; less if the job ends before
+# Who sends SIGTERM or Ctrl-C wants the run to end, and a scheduler kills it half a minute later.
+RETRY_AFTER_SIGNAL_SECONDS = 10.0
 LOOK_EVERY_SECONDS = 2.0  # for the file: shared file systems are slow
 
 
@@ -98,10 +101,11 @@ class Clock:
                 return Wish.STOP_FILE
         return Wish.SAVE if now - self._saved >= self._interval else Wish.NOTHING
 
-    def seconds_for_retries(self) -> float:
+    def seconds_for_retries(self, is_urgent: bool) -> float:
         """Returns how long to retry the last save, leaving time for one more save."""
         left = self._job_end - time.time() - 2 * self._slowest_save
-        return max(0.0, min(left, RETRY_FOR_SECONDS))
+        most = RETRY_AFTER_SIGNAL_SECONDS if is_urgent else RETRY_FOR_SECONDS
+        return max(0.0, min(left, most))
 
     def saving(self) -> None:
         self._saved = time.monotonic()
@@ -118,6 +122,9 @@ class StopRequest:
     def __init__(self, clock: Clock | None) -> None:
         self.clock = clock
         self.signal: signal.Signals | None = None
+        self._since = 0.0
+        self.num_ends = 0
+        """How often this rank was told to end; warnings of a job's end do not count."""
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._answer: dist.Work | None = None
@@ -147,6 +154,13 @@ class StopRequest:
             self._answer = None
         return Wish(int(self._flag.item()))
 
+    def any_rank(self, value: bool) -> bool:
+        """Returns whether any rank says yes."""
+        flag = torch.tensor([int(value)], dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
     def reason(self, wish: Wish) -> str:
         if self.signal is None:
             return wish.reason
@@ -161,12 +175,14 @@ class StopRequest:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         leave_terminal(number)
-        if self.signal is None:
-            self.signal, self._since = signal.Signals(number), now
-        elif LAUNCHED in os.environ:
+        if self.signal is not None and now - self._since <= SAME_PRESS_SECONDS:
             return
-        elif number == signal.SIGINT and now - self._since > SAME_PRESS_SECONDS:
+        self.num_ends += number not in WARNINGS
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+        elif number == signal.SIGINT and LAUNCHED not in os.environ:
             leave(INTERRUPTED, ENDED_AT_ONCE)
+        self._since = now
 
 
 def _seconds(minutes: float | None) -> float:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 
+from overland.errors import NotSavedError
 from overland.processes import PYTHON
 from overland.world.secret import VARIABLE as SECRET
 from overland.world.secret import new_secret
@@ -129,6 +130,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
                 return None
         failed = next((i for i, code in enumerate(codes) if code not in (None, 0, STOPPED)), None)
         if failed is not None:
+            if codes[failed] == NotSavedError.exit_code:  # all ranks know, and the first says so
+                _wait_for_all(ranks)
             _end(ranks)
             return failed
         if all(code is not None for code in codes):
@@ -141,13 +144,17 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        time.sleep(0.05)
+    _wait_for_all(ranks)
     for rank in ranks:
         if rank.poll() is None:
             rank.kill()
         rank.wait()
+
+
+def _wait_for_all(ranks: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
 
 
 class _interrupts_go_to:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,18 @@ def test_a_file_that_the_system_refuses_is_the_users_to_mend(tmp_path: Path) -> 
     assert sentence(full).startswith("No space left on device; `df -h` shows")
     full.filename, full.filename2 = "from", f"{tmp_path}/file"
     assert sentence(full) == f"{tmp_path}/file: No space left on device; free some space there"
+
+
+def test_an_error_that_cannot_be_printed_still_gives_its_exit_code() -> None:
+    """A rank's log is on the disk that is full."""
+    code = (
+        "from overland.cli.common import user_errors\n"
+        "from overland.errors import NotSavedError\n"
+        "@user_errors\ndef fail(): raise NotSavedError('x')\n"
+        "import typer\ntry: fail()\nexcept typer.Exit as end: raise SystemExit(end.exit_code)"
+    )
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run([sys.executable, "-c", code], stderr=full).returncode == 74
 
 
 def test_errors_of_our_own_making_are_no_users_errors() -> None:

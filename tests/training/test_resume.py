@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -543,6 +544,58 @@ def test_a_last_save_is_tried_again_and_then_elsewhere(
     folder = tmp_path / "run" / "checkpoint" if refusals == 2 else elsewhere / "run"
     assert error == ""
     assert [one.path.name for one in list_checkpoints(folder)] == ["step_3"]
+
+
+class TerminatedAt(Callback):
+    """Sends this process SIGTERM at its first message that begins so, or after step 3."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def on_message(self, run: Run, message: str) -> None:
+        if self.words and message.startswith(self.words):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_step(self, run: Run) -> None:
+        if not self.words and run.progress.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminate_on_a_full_disk(world: World, config: JobConfig, at: str) -> tuple[list[str], str]:
+    loop.RETRY_SECONDS, stop.RETRY_FOR_SECONDS = 30.0, 31.0
+    loop.RETRY_AFTER_SIGNAL_SECONDS = stop.RETRY_AFTER_SIGNAL_SECONDS = 1.0
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    if config.training.steps > 2:
+        run.store.disk = FullForAWhile(10**6, Path("/nowhere"))
+    recorder = Recorder(run)
+    run.callbacks.append(recorder)
+    if config.training.steps > 2 and world.rank == world.size - 1:
+        run.callbacks.append(TerminatedAt(at))
+    train(run)
+    try:
+        loop.check_last_save(run)
+    except NotSavedError as error:
+        return recorder.messages, str(error)
+    return recorder.messages, ""
+
+
+@pytest.mark.parametrize("at", ["retrying the save", ""])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_signal_ends_a_run_that_cannot_save(
+    ranks: RankPool, tmp_path: Path, at: str, adapters: bool
+) -> None:
+    lora = {"rank": 4} if adapters else {}
+    changes = {"checkpoint": {"interval": 100}, "lora": lora}
+    config = job(tmp_path / "run", 2, **changes)
+    assert [error for _, error in ranks.run(2, terminate_on_a_full_disk, config, at)] == ["", ""]
+    config = job(tmp_path / "run", 3 if at else 100, **changes)
+    for messages, error in ranks.run(2, terminate_on_a_full_disk, config, at):
+        told = [message for message in messages if message.startswith("retrying the save for")]
+        assert told
+        assert all(("end it with SIGTERM" in message) == bool(at) for message in told)
+        assert ("the save is not retried" in messages[-1]) == bool(at)
+        assert "the last save failed, so there is no" in error
+        assert "step_2, and the same command resumes it" in error
 
 
 class RoomAfter(Callback):
