@@ -54,15 +54,21 @@ def convert(
     merge_lora: Annotated[
         bool, typer.Option("--merge-lora", help="Merge adapters into the weights.")
     ] = False,
+    custom_import: Annotated[
+        str,
+        typer.Option("--import", help="Module to import first; it may register formats."),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
 ) -> None:
     """Convert a checkpoint, tensor by tensor; the format of SOURCE is detected."""
     from overland.checkpoint.formats import Options
+    from overland.cli.data_build import import_sources
     from overland.errors import CheckpointError
     from overland.tools.convert import convert as convert_checkpoint
 
     if names not in ("hf", "torchtitan"):
         raise CheckpointError(f"--names {names}: expected hf or torchtitan")
+    import_sources(custom_import)
     options = Options(size_in_bytes(max_shard_size), names, key_prefix)
     with progress_bar("reading", "bytes") as bar:
         summary = convert_checkpoint(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.arrays import Arrays, require_fields
@@ -42,11 +44,15 @@ _sources: dict[str, Callable[[], Source]] = {
 }
 
 
-def register_source(name: str, open_source: Callable[[], Source]) -> None:
-    """Makes `training.dataset = NAME` read from the source that `open_source()` returns."""
+def register_source(name: str, open_source: Callable[[], Source] | None = None) -> Any:
+    """Makes `training.dataset = NAME` read from the source that `open_source()` returns. Usable as
+    a decorator: `@register_source(NAME)`."""
+    if open_source is None:
+        return partial(register_source, name)
     if name in _sources or name in MADE:
         raise DataError(f"a data source named {name!r} is already registered")
     _sources[name] = open_source
+    return open_source
 
 
 def source_names() -> list[str]:

@@ -23,7 +23,7 @@ from overland.models.flops import Shapes, describes_itself, outline_of
 from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
 from overland.models.new_rows import NewRows, vocabulary_matrices
 from overland.models.nf4 import narrow_matrices
-from overland.models.registry import build_model
+from overland.models.registry import build_model, has_builder
 from overland.models.structure import ties_of
 from overland.models.transform import added_rule
 
@@ -66,7 +66,7 @@ def load_hf(
     if missing:
         raise ModelError(f"{folder} lacks {_list(missing)}, which this model needs")
     config = getattr(model, "config", None)
-    if strict and config is not None:
+    if strict and has_builder(config):  # a module may keep another library's config there
         known = {*outline_of(config)[1], *source.values(), *ties}
         unexpected = [n for n in file_of if n not in known and not n.endswith("inv_freq")]
         if unexpected:

@@ -141,6 +141,11 @@ def own_model_name(config: Any) -> str | None:
     return None if type(config) in BUILT_IN else type(config).__name__
 
 
+def has_builder(config: Any) -> bool:
+    """Whether a model is registered for a config."""
+    return _build_of(type(config)) is not None
+
+
 def read_hf_config(source: Mapping[str, Any] | str | Path) -> Any:
     """Returns the config that a config.json describes, by its model_type."""
     is_vit_mae = contents_of(source)[0].get("model_type") == "vit_mae"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from overland.config.schema import JobConfig, Training
@@ -19,12 +20,16 @@ AUTO = "auto"
 NEXT_TOKEN = "next_token"
 
 
-def register_objective(name: str, make: Callable[..., Objective]) -> None:
+def register_objective(name: str, make: Callable[..., Objective] | None = None) -> Any:
     """Makes `training.objective = NAME` use the objective that
-    `make(**training.objective_options)` returns."""
+    `make(**training.objective_options)` returns. Usable as a decorator:
+    `@register_objective(NAME)`."""
+    if make is None:
+        return partial(register_objective, name)
     if name in _OBJECTIVES or name == AUTO:
         raise ObjectiveError(f"an objective named '{name}' is already registered")
     _OBJECTIVES[name] = make
+    return make
 
 
 def objective_name(training: Training, architecture: Any) -> str:

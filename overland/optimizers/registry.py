@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import partial
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -28,9 +29,12 @@ from overland.words import nearest_name
 _RULES: dict[str, type[Rule]] = {"AdamW": AdamW, "Adam": AdamW, "Lion": Lion}
 
 
-def register_optimizer(name: str, rule: type[Rule]) -> None:
+def register_optimizer(name: str, rule: type[Rule] | None = None) -> Any:
     """Registers `optimizer.name = "<name>"`. `rule` is a frozen dataclass that extends
-    `Elementwise` or `WholeMatrix`; its fields are the keys of `[optimizer.options]`."""
+    `Elementwise` or `WholeMatrix`; its fields are the keys of `[optimizer.options]`. Usable as a
+    decorator: `@register_optimizer(NAME)`."""
+    if rule is None:
+        return partial(register_optimizer, name)
     if name in _RULES:
         raise OptimizerError(f"an optimizer named '{name}' is already registered")
     if not (isinstance(rule, type) and issubclass(rule, Elementwise | WholeMatrix)):
@@ -42,6 +46,7 @@ def register_optimizer(name: str, rule: type[Rule]) -> None:
             f"{rule.__name__} of '{name}' has no {' and no '.join(missing)} (docs/extending.md)"
         )
     _RULES[name] = rule
+    return rule
 
 
 def _missing_methods(rule: type[Rule]) -> list[str]:

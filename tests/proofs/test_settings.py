@@ -1,4 +1,4 @@
-"""What `overland prove layout CONFIG` takes from a config, and what it refuses to prove."""
+"""What `overland prove layout CONFIG` takes from a config."""
 
 from __future__ import annotations
 
@@ -6,24 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from overland.config.errors import ConfigError
+from overland.data import registry as sources
 from overland.models import registry
-from overland.tools.proofs.layout import proof_job, settings_of
+from overland.objectives import registry as objectives
+from overland.tools.proofs.layout import proof_job, prove_layouts, settings_of
 from overland.tools.proofs.layouts import parse
-
-OWN = """\
-from dataclasses import dataclass
-from overland.models import DecoderConfig, register_model
-
-@dataclass(frozen=True)
-class MineConfig(DecoderConfig):
-    pass
-
-SIZES = dict(model_type="llama", vocab_size=96, hidden_size=32, intermediate_size=48,
-             num_hidden_layers=2, num_attention_heads=4)
-register_model("mine", flavors={"tiny": MineConfig(**SIZES)}, config_class=MineConfig,
-               build=lambda config, attention: None)
-"""
+from overland.tools.proofs.pool import RankPool
 
 
 def test_the_kind_of_a_built_in_model_is_taken(tmp_path: Path) -> None:
@@ -58,14 +46,25 @@ def test_an_optimizer_of_ones_own_is_taken_with_its_module(tmp_path: Path) -> No
     assert settings["optimizer"] == {"name": "Muon", "options": {"momentum": 0.9}}
 
 
-def test_a_model_of_ones_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain decoder with its sizes would prove nothing about it."""
-    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+def test_a_model_of_ones_own_is_proven_as_it_is(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its objective and its data; a layout that it cannot have is refused, by name."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    Path("my_own.py").write_text(OWN)
+    examples = Path(__file__).parents[2] / "docs" / "examples"
+    Path("my_clip.py").write_text((examples / "clip.py").read_text())
     Path("run.toml").write_text(
-        '[job]\ncustom_import = "my_own"\n[model]\nname = "mine"\nflavor = "tiny"\n'
+        '[job]\ncustom_import = "my_clip"\n[model]\nname = "clip"\n'
+        '[training]\ndataset = "captions"\n'
     )
-    with pytest.raises(ConfigError, match="custom models are not supported here"):
-        settings_of("run.toml")
+    for registered in ((registry, "_MODELS"), (objectives, "_OBJECTIVES"), (sources, "_sources")):
+        monkeypatch.setattr(*registered, dict(getattr(*registered)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = settings_of("run.toml")
+    assert settings is not None
+    layouts = [parse("shard2:accumulate"), parse("tp2")]
+    equal, refused = prove_layouts(layouts, ranks, steps=10, settings=settings)
+    assert equal.is_equal, equal
+    assert equal.validation_difference < 1e-12
+    assert refused.is_refused
+    assert "Clip has no plan for tp = 2" in refused.error

@@ -1,7 +1,7 @@
 """Reads and writes checkpoints of other programs and our own. See docs/convert.md.
 
 This file lists the formats by name and detects the format of a path. A new format needs a module
-and a line here.
+and a line here, or `register_format` in a module of your own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from overland.checkpoint.formats.safetensors import detect_single, open_single, 
 from overland.checkpoint.formats.torch import detect_torch, open_torch, write_torch
 from overland.errors import CheckpointError
 
-__all__ = ["FORMATS", "TARGETS", "LazyCheckpoint", "Options", "open_any"]
+__all__ = ["FORMATS", "Format", "LazyCheckpoint", "Options", "open_any", "register_format",
+           "targets"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,25 @@ FORMATS = {
     ),
     "torch": Format(detect_torch, open_torch, write_torch),
 }
-TARGETS = [name for name, one in FORMATS.items() if one.write is not None]
+
+
+def targets() -> list[str]:
+    """Returns the formats that can be written."""
+    return [name for name, one in FORMATS.items() if one.write is not None]
+
+
+def register_format(name: str, one: Format) -> None:
+    """Adds a format that `overland convert`, `eval` and others read and, if it has `write`, that
+    `convert --to NAME` writes. It is tried before those that are built in."""
+    if name in FORMATS:
+        raise CheckpointError(f"a checkpoint format named '{name}' is already registered")
+    if not isinstance(one, Format):
+        raise CheckpointError(
+            f"register_format('{name}') was given a {type(one).__name__}, expected a Format"
+        )
+    known = dict(FORMATS)
+    FORMATS.clear()
+    FORMATS.update({name: one, **known})
 
 
 # Files can hold anything: a list instead of a dict, a missing key.

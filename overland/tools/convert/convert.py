@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from overland.arguments import dtype_name, path_of, path_or_none, texts
-from overland.checkpoint.formats import FORMATS, TARGETS, open_any
+from overland.checkpoint.formats import FORMATS, open_any, targets
 from overland.checkpoint.formats.checkpoint import (
     MODEL,
     Config,
@@ -92,7 +92,7 @@ def convert(
     merge_lora: bool = False,
 ) -> Conversion:
     """Writes the checkpoint at `source` to `target` in format `to`; see docs/convert.md."""
-    for given, valid, option in ((to, TARGETS, "--to"), (verify, CHECKS, "--verify")):
+    for given, valid, option in ((to, targets(), "--to"), (verify, CHECKS, "--verify")):
         if given not in valid:
             raise CheckpointError(f"{option} {given} is unknown{did_you_mean(given, valid)}")
     kind = dtype_name(dtype)
@@ -102,7 +102,7 @@ def convert(
     source, target = path_of(source, "source"), path_of(target, "target")
     adapter, config = path_or_none(adapter, "adapter"), path_or_none(config, "config")
     exclude = texts(exclude, "exclude")
-    if format_.is_file and target.suffix != ".safetensors":
+    if to == "safetensors" and target.suffix != ".safetensors":
         raise CheckpointError(f"--to {to} writes one file: name it {target.name}.safetensors")
     for place in (source, *([adapter] if adapter is not None else [])):
         _check_apart(place, target)

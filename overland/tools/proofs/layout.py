@@ -21,7 +21,9 @@ from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
+from overland.models.flops import sample_fields
 from overland.models.registry import model_config, own_model_name
+from overland.objectives.registry import AUTO
 from overland.tools.proofs.layouts import KINDS, PAIRS, WAYS, ProofLayout, Sections
 from overland.tools.proofs.pool import RankPool
 from overland.world import World
@@ -91,6 +93,11 @@ class LayoutVerdict:
             and self.norm_difference <= NORM_TOLERANCES[self.dtype]
         )
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the model cannot be trained in this layout, and says so."""
+        return self.error.startswith(("overland.errors.ModelError", "overland.errors.Objective"))
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "equal": self.is_equal}
 
@@ -124,7 +131,7 @@ def prove_layouts(
     references = {} if references is None else references
     for layout in layouts:
         with tempfile.TemporaryDirectory() as folder:
-            validated = {**(settings or {}), "validation": held_out_data(Path(folder))}
+            validated = {"validation": held_out_data(Path(folder)), **(settings or {})}
             if layout.kinds not in references:
                 job = proof_job(None, layout.kinds, dtype, steps, Path(folder), validated)
                 references[layout.kinds] = pool.run(1, curves, job)[0]
@@ -167,7 +174,7 @@ def curves(world: World, config: JobConfig) -> tuple[Curve, Curve]:
         def on_validation(self, run: Run, record: Record) -> None:
             validations.append((record["validation_loss"],))
 
-    import_custom(config)  # the optimizer may be custom
+    import_custom(config)
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     run.callbacks = [Recorder(run)]
     train(run)
@@ -271,10 +278,13 @@ def proof_job(
         _merge(job, {"parallelism": degrees})
     if "sft" in job:
         _merge(job, talk_data(folder / "talks", pairs="preference" in job))
-    model = _model_file(folder, job.pop("model", {}))
-    more = {key: value for name in ("freeze", "sparse", "assets")
+    own, changes = job.pop("own", None), job.pop("model", {})
+    if own and changes:
+        message = f"{', '.join(kinds)} changes a plain decoder, and {own['name']} is a custom model"
+        raise ConfigError([Problem(message, "command line", "--layouts")])
+    more = {key: value for name in ("freeze", "sparse", "transforms", "assets")
             for key, value in job.pop(name, {}).items()}  # fmt: skip
-    job["model"] = {"config": str(model), **more}
+    job["model"] = {**(own or {"config": str(_model_file(folder, changes))}), **more}
     return JobConfig.model_validate(job)
 
 
@@ -284,6 +294,28 @@ def difference(got: Curve, expected: Curve, which: int) -> float:
         return 1.0
     pairs = zip(got, expected, strict=True)
     return max(abs(a[which] - b[which]) / abs(b[which]) for a, b in pairs)
+
+
+def _own_sections(config: JobConfig, architecture: Any) -> Sections:
+    """Returns the sections that name a custom model and, if it takes arrays, its data."""
+    keys = ("name", "flavor", "config", "overrides")
+    found: Sections = {
+        "own": {key: getattr(config.model, key) for key in keys},
+        "freeze": {"freeze": config.model.freeze},
+    }
+    if sample_fields(architecture) is None:
+        if getattr(architecture, "vocab_size", 0) < TINY["vocab_size"]:
+            message = f"the proof needs a vocabulary of at least {TINY['vocab_size']} tokens"
+            raise ConfigError([Problem(message, "", "model.flavor", config.model.flavor)])
+        return found
+    name = config.training.dataset
+    if config.training.dataset_path is not None or config.data.sources:
+        message = "the proof of a model of arrays needs one named source (register_source)"
+        raise ConfigError([Problem(message, "", "training.dataset", name)])
+    found["training"] = {"dataset": name}
+    found["validation"] = {"enable": True, "dataset": name, "freq": STEPS // 2, "steps": 2,
+                           "allow_training_data": True}  # fmt: skip
+    return found
 
 
 def _model_file(folder: Path, changes: dict[str, Any]) -> Path:
@@ -305,7 +337,7 @@ def last_line(error: AssertionError) -> str:
 
 def settings_of(source: str | None) -> Sections | None:
     """Returns what the proof takes from a user's config, as sections for every layout: the kind of
-    model and how it computes, but not its size. None without a config."""
+    model and how it computes, but not its size; a custom model as it is. None without a config."""
     if source is None:
         return None
     loaded = load_config(source)
@@ -323,6 +355,11 @@ def settings_of(source: str | None) -> Sections | None:
     if config.lora.rank:
         kind = {key: getattr(config.lora, key) for key in LORA_KINDS}
         settings["lora"] = {**kind, "rank": min(config.lora.rank, 4)}
+    if config.training.objective != AUTO:
+        keys = ("objective", "objective_options")
+        settings["training"] = {key: getattr(config.training, key) for key in keys}
+    if config.model.transforms:
+        settings["transforms"] = {"transforms": config.model.transforms}
     if config.model.sparse is not None:
         settings["sparse"] = {"sparse": config.model.sparse.model_dump()}
     if config.preference.loss != "off":
@@ -333,11 +370,9 @@ def settings_of(source: str | None) -> Sections | None:
         settings["compile"]["backend"] = "aot_eager"
     architecture = model_config(config.model)
     if own_model_name(architecture):  # a plain decoder of its sizes would prove nothing
-        message = (
-            "custom models are not supported here: train yours for a few steps in float64 under "
-            "each layout, and compare the losses"
-        )
-        raise ConfigError([Problem(message, loaded.where("model.name"), "model.name")])
+        for section, values in _own_sections(config, architecture).items():
+            _merge(settings, {section: values})
+        return settings
     hf = architecture.to_hf()
     settings["model"] = {key: hf[key] for key in MODEL_KINDS if key in hf}
     if hf.get("sliding_window"):

@@ -84,6 +84,11 @@ KINDS: dict[str, Sections] = {
 }
 
 
+# For a custom model: one of each way to split it, of which it may refuse some.
+OWN = ("shard1:accumulate shard2 shard2:zero2 rep2 shard2:accumulate shard2:full pp2 "
+       "pp2:microbatch2 tp2 cp2 tp2xshard2")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ProofLayout:
     name: str

@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from overland.checkpoint.formats import FORMATS, TARGETS, Options, lazy, open_any
+from overland.checkpoint.formats import (
+    FORMATS,
+    Options,
+    lazy,
+    open_any,
+    register_format,
+    targets,
+)
+from overland.cli.main import app
 from overland.errors import CheckpointError
 from overland.tools.convert import convert
 from tests.jobs import write_model
@@ -25,8 +34,8 @@ KINDS = {
         "rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 8192},
     },
 }
-WHOLE = [name for name in TARGETS if name != "peft"]  # which holds adapters alone
-WITH_OPTIMIZER = [name for name in TARGETS if not FORMATS[name].weights_only]
+WHOLE = [name for name in targets() if name != "peft"]  # which holds adapters alone
+WITH_OPTIMIZER = [name for name in targets() if not FORMATS[name].weights_only]
 
 
 def path_of(folder: Path, name: str) -> Path:
@@ -283,3 +292,26 @@ def test_a_target_in_fewer_bits_has_the_logits_of_rounded_weights(tmp_path: Path
     assert done.logits_difference is not None
     assert 1e-4 < done.logits_difference < 0.1  # next to the weights that were not rounded
     assert (tmp_path / "b" / "model.safetensors").is_file()
+
+
+def test_a_registered_format_is_written_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = dict(FORMATS)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs" / "examples"))
+    config, start = tmp_path / "config.json", tmp_path / "start"
+    config.write_text(json.dumps(tiny_config()))
+    start.mkdir()
+    FORMATS["hf"].write(tiny_source(tiny_config()), start, Options())
+    try:
+        words = ["--import", "arrays_format"]
+        for source, target, to in (("start", "a", "arrays"), ("a", "b", "hf")):
+            given = [str(tmp_path / source), str(tmp_path / target), "--to", to]
+            done = CliRunner().invoke(app, ["convert", *given, "--config", str(config), *words])
+            assert done.exit_code == 0, done.output
+        assert_same(contents(open_any(tmp_path / "b")), contents(open_any(start)))
+        with pytest.raises(CheckpointError, match="named 'hf' is already registered"):
+            register_format("hf", FORMATS["arrays"])
+    finally:
+        FORMATS.clear()
+        FORMATS.update(known)
