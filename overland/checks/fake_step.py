@@ -279,7 +279,7 @@ def found_in_pass(
     """Returns the fields that a pass without gradients adds to the batch."""
     with torch.no_grad(), objective.during(field, [part]), objective.finding(field) as found:
         part(first, **others)
-    return {field: torch.cat(found)} if found else {}
+    return {field: objective.completed(field, torch.cat(found), others)} if found else {}
 
 
 def is_first_stage(part: nn.Module, structure: Structure) -> bool:

@@ -95,7 +95,7 @@ def report(
     elif has_model:
         lines = run_lines(loaded.config, world_size, devices)
     if step and has_model:
-        notes += order_notes(loaded.config, world_size)
+        notes += order_notes(loaded.config, world_size) + left_out_notes(loaded.config)
     if step and has_model and world_size > LARGEST_FAKE_WORLD:
         notes.append(
             f"skipped the fake step, which supports {LARGEST_FAKE_WORLD:,} devices at most"
@@ -183,12 +183,14 @@ def run_lines(config: JobConfig, world_size: int, devices: str) -> dict[str, str
 def compute_line(config: JobConfig, architecture: Any) -> dict[str, str]:
     from overland.models.flops import causal_flops_per_token, measure_of
 
-    measure = measure_of(architecture, config.training.seq_len, config.lora)
+    measure = measure_of(architecture, config.training.seq_len, config.lora, config.model.freeze)
     if measure.flops is None:
         return {}
     words = f"{flop_in_words(measure.flops)} per {measure.unit[:-1]}"
     if measure.unit == "tokens":
-        causal = causal_flops_per_token(architecture, config.training.seq_len, config.lora)
+        causal = causal_flops_per_token(
+            architecture, config.training.seq_len, config.lora, config.model.freeze
+        )
         words += f"; {flop_in_words(causal)} without the attention that the causal mask hides"
     return {"compute": words}
 
@@ -198,6 +200,14 @@ def flop_in_words(flop: float) -> str:
         if flop >= size:
             return f"{flop / size:,.1f} {unit}FLOP"
     return f"{flop:,.0f} FLOP"
+
+
+def left_out_notes(config: JobConfig) -> list[str]:
+    """Returns which matrices are left out of what the config asks for."""
+    from overland.checks.left_out import left_out
+    from overland.models.registry import model_config
+
+    return left_out(model_config(config.model), config)
 
 
 def order_notes(config: JobConfig, world_size: int) -> list[str]:
@@ -299,17 +309,22 @@ def describe_run(config: JobConfig, world_size: int) -> dict[str, Any]:
     per_pass = training.local_batch_size * degrees.dp
     rows = per_pass if training.global_batch_size == -1 else training.global_batch_size
     steps = known_steps(config, rows)
-    measure = measure_of(architecture, training.seq_len, config.lora)
+    measure = measure_of(architecture, training.seq_len, config.lora, config.model.freeze)
     unit = measure.unit
-    num_trained = sum(map(prod, trained_parameters(architecture, config.lora).values()))
+    num_parameters = count_parameters(architecture).total
+    num_trained = sum(
+        map(prod, trained_parameters(architecture, config.lora, config.model.freeze).values())
+    )
     flops = {} if measure.flops is None else {f"flops_per_{unit[:-1]}": int(measure.flops)}
     if unit == "tokens":
-        causal = causal_flops_per_token(architecture, training.seq_len, config.lora)
+        causal = causal_flops_per_token(
+            architecture, training.seq_len, config.lora, config.model.freeze
+        )
         flops["flops_per_token_causal"] = int(causal)
     return {
         "model": model_name(config),
-        "parameters": count_parameters(architecture).total,
-        **({"trained_parameters": num_trained} if config.lora.rank else {}),
+        "parameters": num_parameters,
+        **({"trained_parameters": num_trained} if num_trained != num_parameters else {}),
         **flops,
         "devices": world_size,
         "layout": strategy_in_words(degrees),

@@ -162,7 +162,8 @@ def update_whole(
     """Runs PyTorch's own kernel, which takes any number of parameters at once. It divides by a
     float32 number, which is not enough for float64."""
     if divisor.dtype == torch.float64:
-        torch._foreach_div_(gradients, divisor)
+        for gradient in gradients:
+            gradient /= divisor
         divisor = torch.ones_like(divisor, dtype=torch.float32)
     kernel = torch._fused_adamw_ if rates.decoupled else torch._fused_adam_
     kernel(

@@ -29,7 +29,7 @@ from overland.kernels.float8 import (
 )
 from overland.models.lora import LoRALinear
 from overland.models.structure import blocks_of
-from overland.models.transform import Transform
+from overland.models.transform import Transform, matrices_of
 
 GRADIENT = E5M2  # more range, less precision: e4m3 gave no better loss in 300 steps
 
@@ -38,6 +38,8 @@ class Float8(Transform):
     """Makes the linear layers of the blocks multiply in 8 bits; parameters and names stay the
     same."""
 
+    key = "training.float8"
+
     def apply(self, model: nn.Module) -> None:
         for block in blocks_of(model).values():
             for module in block.modules():
@@ -45,6 +47,14 @@ class Float8(Transform):
                     module.__class__ = Float8Linear
                 elif isinstance(module, LoRALinear):  # whose own matrices are small
                     module.product = biased8
+
+    def left_out(self, model: nn.Module) -> list[str]:
+        return [
+            name
+            for name, module, matrix in matrices_of(model)
+            if not isinstance(module, Float8Linear | LoRALinear)
+            or any(size % MULTIPLE for size in matrix.shape)
+        ]
 
 
 class Float8Linear(nn.Linear):

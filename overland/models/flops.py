@@ -5,20 +5,27 @@ The main figure is the one that papers and torchtitan report, so that MFU can be
 FLOP/token = 6 (N - N_input_embedding) + 12 L H d S. A tied embedding is included, since it is also
 the output matrix. It counts attention as if every token saw every other; the causal figure counts
 what is really computed: half of that, and less with a sliding window.
+
+What a config class says about its cost counts only if the class itself says it: a method that it
+inherits describes another model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from overland.config.schema import Lora
 from overland.errors import ModelError
 from overland.models.lora_targets import trained_shapes
 from overland.models.registry import build_model
 from overland.models.structure import Role, Structure, inside, structure_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Shapes = dict[str, tuple[int, ...]]
 SampleFields = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -63,12 +70,10 @@ def count_parameters(config: Any) -> ParameterCount:
     if structure is None:
         return ParameterCount(total, input_embedding=0, head=0, blocks=())
     tables = [f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY]
-    shared = set(structure.ties.values())
-    looked_up = [name for name in tables if inside(name, structure.before) and name not in shared]
     head = [structure.ties.get(name, name) for name in tables if inside(name, structure.after)]
     return ParameterCount(
         total=total,
-        input_embedding=sum(sizes[name] for name in looked_up),
+        input_embedding=sum(sizes[name] for name in _looked_up(structure)),
         head=sum(sizes[name] for name in head),
         blocks=tuple(
             sum(sizes[name] for name in names) for names in _by_block(structure, shapes).values()
@@ -97,12 +102,13 @@ def stage_costs(config: Any) -> StageCosts:
     )
 
 
-def trained_parameters(config: Any, lora: Lora) -> Shapes:
-    """Returns the shapes of the trained parameters: all of them, or adapters and whatever else is
-    trained alongside."""
+def trained_parameters(config: Any, lora: Lora, freeze: Sequence[str] = ()) -> Shapes:
+    """Returns the shapes of the trained parameters: all of them but those that `model.freeze` names
+    or that are built frozen, or adapters and whatever else is trained alongside."""
     structure, shapes = outline_of(config)
     if not lora.rank:
-        return shapes
+        frozen = _frozen(config, structure, shapes, freeze)
+        return {name: shape for name, shape in shapes.items() if name not in frozen}
     if structure is None:
         return trained_shapes(lora, shapes)
     tables = [f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY]
@@ -112,14 +118,20 @@ def trained_parameters(config: Any, lora: Lora) -> Shapes:
 
 
 def flops_per_token(
-    config: Any, seq_len: int, lora: Lora | None = None, causal: bool = False
+    config: Any,
+    seq_len: int,
+    lora: Lora | None = None,
+    causal: bool = False,
+    freeze: Sequence[str] = (),
 ) -> float:
     """Returns the training FLOP per token by the reporting convention (attention not halved), or
     with attention counted only for visible keys (`causal`). If the config has no
     `attention_flops(seq_len, causal)`, only the parameters count. Frozen matrices have no weight
     gradient: 4 FLOP per parameter instead of 6."""
     number = count_parameters(config).in_matmuls
-    products = 6.0 * number
+    structure, shapes = outline_of(config)
+    frozen = _frozen(config, structure, shapes, freeze) - _looked_up(structure)
+    products = 6.0 * number - 2.0 * sum(prod(shapes[name]) for name in frozen)
     if lora is not None and lora.rank:
         trained = trained_parameters(config, lora)
         whole = sum(prod(shape) for name, shape in trained.items() if ".lora_" not in name)
@@ -127,8 +139,10 @@ def flops_per_token(
     return products + _attention(config, seq_len, causal)
 
 
-def causal_flops_per_token(config: Any, seq_len: int, lora: Lora | None = None) -> float:
-    return flops_per_token(config, seq_len, lora, causal=True)
+def causal_flops_per_token(
+    config: Any, seq_len: int, lora: Lora | None = None, freeze: Sequence[str] = ()
+) -> float:
+    return flops_per_token(config, seq_len, lora, causal=True, freeze=freeze)
 
 
 def outline_of(config: Any) -> tuple[Structure | None, Shapes]:
@@ -137,15 +151,17 @@ def outline_of(config: Any) -> tuple[Structure | None, Shapes]:
     device."""
     if describes_itself(config):
         return config.structure(), config.parameter_shapes()
-    import torch
-
-    with torch.device("meta"):
-        model = build_model(config)
+    model = _built(config)
     return structure_of(model), {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def describes_itself(config: Any) -> bool:
-    return all(name in vars(type(config)) for name in ("structure", "parameter_shapes"))
+    return all(own_method(config, name) for name in ("structure", "parameter_shapes"))
+
+
+def own_method(config: Any, name: str) -> Callable[..., Any] | None:
+    """Returns a method of a config if its own class defines it."""
+    return getattr(config, name) if name in vars(type(config)) else None
 
 
 def sample_fields(config: Any) -> SampleFields | None:
@@ -160,10 +176,12 @@ def casts_samples(config: Any) -> bool:
     return bool(getattr(config, "casts_samples", False))
 
 
-def measure_of(config: Any, seq_len: int, lora: Lora | None = None) -> Measure:
+def measure_of(
+    config: Any, seq_len: int, lora: Lora | None = None, freeze: Sequence[str] = ()
+) -> Measure:
     if sample_fields(config) is None:
-        return Measure("tokens", seq_len, flops_per_token(config, seq_len, lora))
-    count = getattr(config, "flops_per_sample", None)
+        return Measure("tokens", seq_len, flops_per_token(config, seq_len, lora, freeze=freeze))
+    count = own_method(config, "flops_per_sample")
     return Measure("samples", 1, None if count is None else float(count()))
 
 
@@ -179,5 +197,39 @@ def _by_block(structure: Structure, shapes: Shapes) -> dict[str, list[str]]:
 
 
 def _attention(config: Any, seq_len: int, causal: bool) -> float:
-    count = getattr(config, "attention_flops", None)
+    count = own_method(config, "attention_flops")
     return float(count(seq_len, causal)) if count is not None else 0.0
+
+
+def _looked_up(structure: Structure | None) -> set[str]:
+    """Returns the tables that are not output matrices as well."""
+    if structure is None:
+        return set()
+    tables = {f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY}
+    shared = set(structure.ties.values())
+    return {name for name in tables if inside(name, structure.before) and name not in shared}
+
+
+def _frozen(
+    config: Any, structure: Structure | None, shapes: Shapes, patterns: Sequence[str]
+) -> set[str]:
+    """Returns the parameters that patterns freeze, a shared one by either name, or that a custom
+    model builds frozen."""
+    known = {name: [name] for name in shapes}
+    for tied, owner in structure.ties.items() if structure is not None else ():
+        known.get(owner, []).append(tied)
+    found = {
+        name
+        for name, names in known.items()
+        if any(fnmatchcase(one, pattern) for one in names for pattern in patterns)
+    }
+    if not describes_itself(config):
+        found |= {name for name, p in _built(config).named_parameters() if not p.requires_grad}
+    return found
+
+
+def _built(config: Any) -> nn.Module:
+    import torch
+
+    with torch.device("meta"):
+        return build_model(config)

@@ -36,7 +36,7 @@ from overland.models.lora_targets import (
     rank_and_alpha,
 )
 from overland.models.structure import Role, blocks_of, find_module, structure_of
-from overland.models.transform import Transform
+from overland.models.transform import Transform, matrices_of
 from overland.words import did_you_mean
 
 # Modules of a decoder's block that share their input. With dropout, each has a different one.
@@ -53,6 +53,7 @@ WIDE = 2
 class LoRA(Transform):
     """Adds adapters to the matrices that `lora.targets` names, and freezes everything else."""
 
+    key = "lora.targets"
     only_new = True
 
     def __init__(self, settings: Lora) -> None:
@@ -99,6 +100,16 @@ class LoRA(Transform):
                     "leave it out (lora.exclude)"
                 )
         return found
+
+    def left_out(self, model: nn.Module) -> list[str]:
+        if self.settings.targets != ALL_LINEAR:
+            return []  # it adapts what was named
+        return [
+            name
+            for name, module, _ in matrices_of(model)
+            if not isinstance(module, LoRALinear)
+            and is_target(name.removesuffix(".weight"), self.settings)
+        ]
 
     def also_trains(self, name: str) -> bool:
         return is_saved_whole(name, self.settings)

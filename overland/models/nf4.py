@@ -19,11 +19,13 @@ from overland.kernels.nf4 import BLOCK, row_bytes, unpack
 from overland.models.lora import LoRALinear
 from overland.models.lora_targets import is_saved_whole
 from overland.models.structure import blocks_of
-from overland.models.transform import Transform
+from overland.models.transform import Transform, matrices_of
 
 
 class NF4(Transform):
     """Stores the linear layers of the blocks in 4 bits, except those that are trained."""
+
+    key = "lora.base = nf4"
 
     def __init__(self, settings: Lora) -> None:
         self.settings = settings
@@ -43,6 +45,14 @@ class NF4(Transform):
                 "lora.base = nf4 stores the linear layers of a model's blocks in 4 bits, but this "
                 "model has none: remove it"
             )
+
+    def left_out(self, model: nn.Module) -> list[str]:
+        return [
+            name
+            for name, module, _ in matrices_of(model)
+            if not isinstance(module, NF4Linear | NF4LoRALinear)
+            and not is_saved_whole(name, self.settings)
+        ]
 
 
 def biased4(x: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:

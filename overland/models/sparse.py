@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from overland.config.schema import Sparse
 from overland.errors import ModelError
 from overland.models.init import Constant, Rule
-from overland.models.lora_targets import is_named
+from overland.models.lora_targets import ALL_LINEAR, is_named
 from overland.models.structure import blocks_of
-from overland.models.transform import Transform
+from overland.models.transform import Transform, matrices_of
 from overland.words import did_you_mean
 
 MASK = "sparse_mask"
@@ -39,6 +39,8 @@ columns of a matrix, always with whole groups."""
 
 class SparseWeights(Transform):
     """Makes linear layers of the blocks sparse; their weights keep their names."""
+
+    key = "model.sparse"
 
     def __init__(self, settings: Sparse) -> None:
         self.settings = settings
@@ -60,6 +62,16 @@ class SparseWeights(Transform):
                 "model.sparse matches no linear layer of this model's blocks"
                 + (f", such as {next(iter(linears))}" if linears else ": it has none")
             )
+
+    def left_out(self, model: nn.Module) -> list[str]:
+        if self.settings.modules != ALL_LINEAR:
+            return []  # it changes what was named
+        return [
+            name
+            for name, module, _ in matrices_of(model)
+            if not isinstance(module, SparseLinear)
+            and not is_named(name.removesuffix(".weight"), self.settings.exclude)
+        ]
 
     def init_rule(self, name: str) -> Rule | None:
         return Constant(0.0) if name.endswith(f".{MASK}") else None

@@ -12,10 +12,12 @@ your own:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from overland.errors import ModelError
+from overland.models.structure import blocks_of
 from overland.words import did_you_mean
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ class Transform(ABC):
     their roles (`roles(role)`, given the role of the replaced matrix), so that tensor parallelism
     can split them."""
 
+    key = ""
+    """What asks for the transform, such as a key of the config, for messages."""
     only_new = False
     """Whether only the parameters that the transform adds are trained."""
 
@@ -45,16 +49,25 @@ class Transform(ABC):
         """Returns how a parameter added by this transform starts; it is called for no other."""
         return None
 
+    def left_out(self, model: nn.Module) -> list[str]:
+        """Returns the parameters of a transformed model that one would expect to be changed, but
+        that the transform cannot change."""
+        return []
+
     def start(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do)
         """Initializes parameters from the model's own values. Called once these are loaded, on a
         whole model or a part of it; not when a run resumes."""
 
 
-def register_transform(name: str, make: Callable[..., Transform]) -> None:
-    """Makes `[model.transforms.NAME]` apply the transform that `make` returns for its options."""
+def register_transform(name: str, make: Callable[..., Transform] | None = None) -> Any:
+    """Makes `[model.transforms.NAME]` apply the transform that `make` returns for its options.
+    Usable as a decorator: `@register_transform(NAME)`."""
+    if make is None:
+        return partial(register_transform, name)
     if name in _TRANSFORMS:
         raise ModelError(f"a transform named '{name}' is already registered")
     _TRANSFORMS[name] = make
+    return make
 
 
 def make_transforms(wanted: Mapping[str, Mapping[str, Any]]) -> list[Transform]:
@@ -79,6 +92,16 @@ def apply_transforms(model: nn.Module, transforms: Sequence[Transform]) -> None:
                 )
             added[name] = rule
     model._transforms, model._added = tuple(transforms), added  # type: ignore[assignment]
+
+
+def matrices_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yields the parameters of the blocks with two dimensions or more, with the modules that own
+    them; not those that transforms have added."""
+    for path, block in blocks_of(model).items():
+        for name, parameter in block.named_parameters():
+            whole = f"{path}.{name}"
+            if parameter.ndim > 1 and added_rule(model, whole) is None:
+                yield whole, model.get_submodule(whole.rpartition(".")[0]), parameter
 
 
 def transforms_of(model: nn.Module) -> tuple[Transform, ...]:

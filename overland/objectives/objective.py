@@ -41,6 +41,8 @@ class Objective:
     passes: tuple[str, ...] = ()
     """Names of the batch fields that passes without gradients compute, each [rows, terms]."""
 
+    gathers = False
+    """Whether the loss compares rows of the whole global batch (see gathered.py)."""
     keeps_start = False
     """Whether `start` is called with the weights that a run starts from."""
 
@@ -81,6 +83,11 @@ class Objective:
     def during(self, field: str, parts: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Returns a context for a pass without gradients, such as one that disables adapters."""
         return nullcontext()
+
+    def completed(self, field: str, found: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        """Returns the batch field, from what a pass without gradients found for this rank's
+        rows."""
+        return found
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         """Returns the summed loss, followed by the sums of the metrics; called by a model's

@@ -22,7 +22,13 @@ from typing import Any
 
 from overland.config.derived import STAGES_PER_RANK, Degrees
 from overland.config.schema import JobConfig
-from overland.models.flops import count_parameters, stage_costs, trained_parameters
+from overland.models.flops import (
+    Shapes,
+    count_parameters,
+    own_method,
+    stage_costs,
+    trained_parameters,
+)
 from overland.models.sizes import EMBEDDING, HEAD, NF4_BYTES, Pass
 from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
@@ -53,8 +59,8 @@ class StepMemory:
 
 
 def can_estimate(model: Any) -> bool:
-    """Whether the model's config defines `activations` and its blocks are known."""
-    return hasattr(model, "activations") and bool(count_parameters(model).blocks)
+    """Whether the class of the model's config defines `activations` and its blocks are known."""
+    return own_method(model, "activations") is not None and bool(count_parameters(model).blocks)
 
 
 def least_recompute(
@@ -98,7 +104,7 @@ def step_memory(
         compiled=compiled,
         float8=training.float8 != "off",
         kernels=kernels,
-        trains_head=not {EMBEDDING, HEAD}.isdisjoint(trained_parameters(model, config.lora)),
+        trains_head=not {EMBEDDING, HEAD}.isdisjoint(_trained(model, config)),
     )
     made = model.activations(one)
     state, gradients = _state(model, config, degrees)
@@ -142,14 +148,14 @@ def _state(model: Any, config: JobConfig, degrees: Degrees) -> tuple[float, floa
     if degrees.pp == 1:  # blocks may differ
         number = counts.total / degrees.tp
     wide, size = BYTES[training.dtype], BYTES[training.mixed_precision_param]
-    shapes = trained_parameters(model, config.lora)
+    shapes = _trained(model, config)
     # In a model with adapters only these are trained; the rest is stored in the precision it
     # computes in.
-    share = sum(map(prod, shapes.values())) / counts.total if config.lora.rank else 1.0
+    share = sum(map(prod, shapes.values())) / counts.total
     narrow = NF4_BYTES if config.lora.base == "nf4" else size
-    kept = number * share * wide
+    kept = number * wide
     if config.lora.rank:
-        kept += blocks * block * narrow + ends * size
+        kept = number * share * wide + blocks * block * narrow + ends * size
     kept += number * state_bytes(config, shapes) / counts.total
     trained = number * share
     accumulates = _accumulates(config, degrees)
@@ -170,6 +176,10 @@ def _state(model: Any, config: JobConfig, degrees: Degrees) -> tuple[float, floa
     if training.enable_cpu_offload:
         return gathered + reducing, 0.0
     return kept / shards + gathered + reducing, gradients
+
+
+def _trained(model: Any, config: JobConfig) -> Shapes:
+    return trained_parameters(model, config.lora, config.model.freeze)
 
 
 def _accumulates(config: JobConfig, degrees: Degrees) -> bool:

@@ -63,7 +63,7 @@ def batch_in_words(
     the epochs come to, if it is known already."""
     training = config.training
     rows = rows_per_step(config, degrees)
-    measure = measure_of(architecture, training.seq_len, config.lora)
+    measure = measure_of(architecture, training.seq_len, config.lora, config.model.freeze)
     batch = f"{rows:,} samples"
     if measure.unit == "tokens":
         batch = f"{rows:,} × {training.seq_len:,} = {rows * training.seq_len:,} tokens"

@@ -42,7 +42,7 @@ def readme(
         if config.profiling.enable_profiling
         else "off (`profiling.enable_profiling=true` turns it on)"
     )
-    measure = measure_of(model_config, training.seq_len, config.lora)
+    measure = measure_of(model_config, training.seq_len, config.lora, config.model.freeze)
     batch, length, documents, evaluate = f"{rows:,} samples", "", "", ""
     if measure.unit == "tokens":
         batch = f"{rows:,} sequences = {rows * training.seq_len:,} tokens"
@@ -165,9 +165,11 @@ def strategy_in_words(d: Degrees) -> str:
 
 def parameters_in_words(config: JobConfig, architecture: Any) -> str:
     total = count_parameters(architecture).total
+    shapes = trained_parameters(architecture, config.lora, config.model.freeze)
+    trained = sum(map(prod, shapes.values()))
     if not config.lora.rank:
-        return f"{total:,} parameters"
-    trained = sum(map(prod, trained_parameters(architecture, config.lora).values()))
+        of_them = f", of which {trained:,} are trained" if trained != total else ""
+        return f"{total:,} parameters{of_them}"
     return f"{total:,} parameters (frozen) and {trained:,} in adapters (trained)"
 
 

@@ -21,6 +21,7 @@ from overland.checkpoint.links import follow_links
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.store import Store
 from overland.checks.block_order import require_order
+from overland.checks.left_out import left_out
 from overland.config.derived import optimizer_settings, resolve_degrees
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
@@ -65,6 +66,7 @@ from overland.training.out_of_memory import held_bytes, require_memory
 from overland.training.readme import model_name, write_readme
 from overland.training.reference import Reference, reference_for
 from overland.training.resume import policy_of_the_resumed, shares_of_the_resumed, start_from
+from overland.training.rows import require_separate_rows
 from overland.training.schedule import changed_rate, with_steps
 from overland.training.screen import Screen
 from overland.training.sessions import SessionFile
@@ -116,7 +118,10 @@ class Run:
     @cached_property
     def measure(self) -> Measure:
         """The unit of training (tokens or samples), and its cost."""
-        return measure_of(self.model_config, self.config.training.seq_len, self.config.lora)
+        config = self.config
+        return measure_of(
+            self.model_config, config.training.seq_len, config.lora, config.model.freeze
+        )
 
     def call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -166,6 +171,9 @@ def build_run(
     unchecked = ""
     if degrees.pp > 1:
         unchecked = once_for_all(partial(require_order, architecture, config, degrees))
+    if world.is_first:
+        for note in left_out(architecture, config):
+            report(f"note: {note}")
     parts = build_parts(architecture, mesh, config)
     held = sum_over(torch.tensor(held_bytes(parts, config), dtype=torch.float64, device=device))
     require_memory(
@@ -206,6 +214,8 @@ def build_run(
     # A pipeline works on a fixed number of rows.
     held_out_rows = 0 if degrees.pp > 1 else config.validation.local_batch_size
     held_out_rows = (held_out_rows or model.rows_per_pass) * mesh.dp_size
+    if objective.gathers and not config.validation.local_batch_size:
+        held_out_rows = rows  # its loss depends on how many rows it compares
     run = Run(
         config,
         world,
@@ -250,6 +260,7 @@ def build_run(
         accumulates = rows // mesh.dp_size > config.training.local_batch_size
         reduce = getattr(torch, config.training.mixed_precision_reduce)
         optimizer.split(gradient_dtype=reduce if accumulates else None)
+    require_separate_rows(run, report)
     if isinstance(objective, PreferenceLoss) and objective.is_precomputed:
         run.reference = reference_for(run, report)
     if config.checkpoint.enable:

@@ -88,17 +88,22 @@ def with_passes(run: Run, share: Batch) -> Batch:
     """Runs the objective's passes without gradients and returns the batch with their results as
     fields. Only the last stage of a pipeline needs and gets them. A reference is not trained, so
     these passes have no dropout and no noise."""
-    for field in run.objective.passes:
+    objective = run.objective
+    if objective.gathers and run.mesh.degrees.pp == 1 and len(share) <= run.model.rows_per_pass:
+        return share  # all rows are in the one pass that follows
+    given = share if objective.gathers else share.without(*DRAWS)
+    for field in objective.passes:
         reshard(run.model.parts)  # otherwise a gathered copy would hold stale values
         with (
             torch.no_grad(),
-            run.objective.during(field, run.model.parts),
-            run.objective.finding(field) as found,
+            objective.during(field, run.model.parts),
+            objective.finding(field) as found,
         ):
-            run.model.look(share.without(*DRAWS))
+            run.model.look(given)
         reshard(run.model.parts)
         if found:
-            share = share.replace(**{field: torch.cat(found)})
+            result = objective.completed(field, torch.cat(found), share.fields)
+            share = share.replace(**{field: result})
     return share
 
 

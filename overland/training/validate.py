@@ -149,6 +149,10 @@ def loss_on(run: Run, held_out: Dataset) -> float:
             batch = batch.padded_from(left - mesh.dp_rank * len(batch))
         share = share_of_rows(with_known(run, batch.to(run.device)), mesh)
         count += count_of(run.objective, share)
-        sums += run.model.loss(with_passes(run, share))
+        # Rows that are compared with each other come in larger batches, with as many per pass as in
+        # training.
+        per_pass = run.model.rows_per_pass if run.objective.gathers else len(share)
+        for micro in with_passes(run, share).split(per_pass):
+            sums += run.model.loss(micro)
     reshard(run.model.parts)
     return float(total_sums(sums, mesh)[0] / sum_over(count, mesh.token_group))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,14 +53,15 @@ def test_a_model_of_ones_own_is_proven_as_it_is(
     """With its objective and its data; a layout that it cannot have is refused, by name."""
     monkeypatch.chdir(tmp_path)
     examples = Path(__file__).parents[2] / "docs" / "examples"
-    Path("my_clip.py").write_text((examples / "clip.py").read_text())
+    Path("clip.py").write_text((examples / "clip.py").read_text())
     Path("run.toml").write_text(
-        '[job]\ncustom_import = "my_clip"\n[model]\nname = "clip"\n'
+        '[job]\ncustom_import = "clip"\n[model]\nname = "clip"\nflavor = "tiny"\n'
         '[training]\ndataset = "captions"\n'
     )
     for registered in ((registry, "_MODELS"), (objectives, "_OBJECTIVES"), (sources, "_sources")):
         monkeypatch.setattr(*registered, dict(getattr(*registered)))
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "clip", raising=False)
     settings = settings_of("run.toml")
     assert settings is not None
     layouts = [parse("shard2:accumulate"), parse("tp2")]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from overland.config.schema import JobConfig
+from overland.errors import ModelError
 from overland.tools.proofs.layouts import parse
 from overland.tools.proofs.pool import RankPool
 from overland.world import World
@@ -26,8 +27,9 @@ def records(world: World, config: JobConfig, *modules: str) -> list[dict[str, An
     sys.path.insert(0, str(EXAMPLES))
     for module in modules:
         importlib.import_module(module)
-    logged = run_job(world, config).records
-    timed = ("tokens_per_second", "tflops", "mfu", "memory_gib", "data_wait")
+    recorder = run_job(world, config)
+    logged = recorder.records + recorder.validations
+    timed = ("tokens_per_second", "samples_per_second", "tflops", "mfu", "memory_gib", "data_wait")
     return [{key: one[key] for key in one if key not in timed} for one in logged]
 
 
@@ -118,3 +120,54 @@ def test_z_loss_is_the_same_in_every_layout(ranks: RankPool, tmp_path: Path) -> 
         config = job(tmp_path, name, **{key: dict(value) for key, value in sections.items()})
         for found in ranks.run(layout.num_ranks, records, config):
             assert_equal(found, alone, name)
+
+
+def contrastive(folder: Path, name: str, data: Path, **sections: Any) -> JobConfig:
+    model = {"name": "clip", "flavor": "tiny", "overrides": {}}
+    data_section = {"folder": str(data), "tokenise_processes": 0}
+    training = {"dataset": "captions", **sections.pop("training", {})}
+    return job(folder, name, model=model, data=data_section, training=training, **sections)
+
+
+def test_rows_compared_over_the_whole_batch(ranks: RankPool, tmp_path: Path) -> None:
+    """The same on one rank, on several, and in several passes."""
+    held = {"enable": True, "dataset": "captions", "freq": 4, "steps": 1,
+            "allow_training_data": True}  # fmt: skip
+    args = {"data": tmp_path / "data", "validation": held}
+    (alone,) = ranks.run(1, records, contrastive(tmp_path, "shard1", **args), "clip")
+    assert alone[3]["loss"] < alone[0]["loss"]
+    assert {"accuracy", "validation_loss"} <= {key for one in alone for key in one}
+    for name in ("shard2", "shard1:accumulate", "shard2:accumulate"):
+        config = contrastive(tmp_path, name, **args)
+        for found in ranks.run(parse(name.removesuffix(":accumulate")).num_ranks, records, config,
+                               "clip"):  # fmt: skip
+            assert len(found) == len(alone)
+            for one, other in zip(found, alone, strict=True):
+                assert one == pytest.approx(other, rel=1e-12), name
+
+
+def test_a_loss_per_token(ranks: RankPool, tmp_path: Path) -> None:
+    focal = {"training": {"objective": "focal", "objective_options": {"gamma": 1.0}}}
+    (alone,) = ranks.run(1, records, job(tmp_path, "shard1", **focal), "focal")
+    for name in ("cp2", "shard2", "shard1:accumulate"):
+        config = job(tmp_path, name, **{key: dict(value) for key, value in focal.items()})
+        for found in ranks.run(parse(name.removesuffix(":accumulate")).num_ranks, records, config,
+                               "focal"):  # fmt: skip
+            assert_equal(found, alone, name)
+
+
+def refusal(world: World, config: JobConfig, *modules: str) -> str:
+    try:
+        records(world, config, *modules)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plan_for_a_decoder_with_its_own_mlp(ranks: RankPool, tmp_path: Path) -> None:
+    model = {"name": "squared", "flavor": "tiny", "overrides": {}}
+    (alone,) = ranks.run(1, records, job(tmp_path, "shard1", model=model), "plan")
+    for found in ranks.run(2, records, job(tmp_path, "cp2", model=model), "plan"):
+        assert_equal(found, alone, "cp2")
+    for said in ranks.run(2, refusal, job(tmp_path, "tp2", model=model), "plan"):
+        assert "no plan for tp = 2" in said

@@ -22,7 +22,7 @@ from overland.models.vit_mae import ViTMAE
 from overland.models.vit_mae_config import ViTMAEConfig
 from overland.parallel.tensor import overlap_communication
 
-SPLIT = {
+SPLIT: dict[str, type[ColwiseParallel | RowwiseParallel]] = {
     "attention.attention.query": ColwiseParallel,
     "attention.attention.key": ColwiseParallel,
     "attention.attention.value": ColwiseParallel,
