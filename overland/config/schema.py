@@ -597,6 +597,9 @@ class Sft(Section):
     parse_specials: bool | None = None
     """Whether names of special tokens in the text, such as <s>, become those tokens. Not set: a
     text that contains one is an error."""
+    special_tokens_in_content: bool | list[str] = False
+    """Whether names of special tokens in messages, such as <|im_end|>, become those tokens, or
+    which of them, e.g. ["<think>", "</think>"]. Otherwise they are encoded as text, and counted."""
     skip_unlearned: bool = False
     """Skip and count samples that have nothing to learn; otherwise the first one is an error."""
     new_tokens: list[str] = []

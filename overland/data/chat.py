@@ -4,8 +4,8 @@ text is the assistant's.
 A template is a Jinja program that comes with a tokenizer. Here it writes exactly what transformers'
 `apply_chat_template` writes. Two things are exact here that usually are not:
 
-- Only the template writes special tokens. If a message contains `<|eot_id|>`, that is text, and it
-  is tokenized as ordinary text.
+- Only the template writes special tokens. If a message contains `<|eot_id|>`, the template sees it,
+  but what it writes of it is tokenized as ordinary text, unless `in_content` allows it.
 - The assistant's text is known to the character: from the template's own `{% generation %}` marks,
   or else from *prefixes*: the conversation is written up to the start of a turn and up to its end,
   and the whole text must begin with both.
@@ -13,18 +13,22 @@ A template is a Jinja program that comes with a tokenizer. Here it writes exactl
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import date
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.chat_sandbox import BEGIN, END, LARGEST, Budget, TooMuch, compile_template
+from overland.data.chat_renderer import Endless, Rejected, renderer
+from overland.data.chat_sandbox import BEGIN, END
 from overland.errors import DataError
+from overland.words import any_of
 
 if TYPE_CHECKING:
     from overland.data.tokenizer import Tokenizer
@@ -33,20 +37,30 @@ Message: TypeAlias = Mapping[str, Any]
 """A turn: `role`, `content`, and whatever else the template uses."""
 Piece: TypeAlias = str | int
 """Input of the tokenizer: text without special tokens, or the id of a special token."""
+Cut: TypeAlias = tuple[int, bool]
+"""The beginning of a conversation: its number of turns, and whether to ask for an answer."""
 ASSISTANT = "assistant"
 
 # Code points that never stand for a character: text that contains one is rejected, so that they can
 # serve as markers here.
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
-QUOTED = "\ufdd0"  # precedes the number of a special token whose name is meant as text
-FIRST_NUMBER = 0xE000
+QUOTED = "\ufdd0"  # precedes a character of a name that is meant as text
+STAND_INS = range(0xE000, 0xF900)  # for private use
 DEEPEST = 32  # nesting of values in a message; templates recurse for each level
 # Limit on turns × answers of a conversation without marks: for each answer, all turns before it are
 # written twice, at about 10 µs each, so this is about half a minute.
 MOST_PREFIXES = 2_000_000
+MOST_AT_ONCE = 10_000  # turns of the texts that are requested together
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "range")
 """Variables that every template gets."""
 MARKED = re.compile(r"\{%[-+]?\s*generation\b")
+LOOPS_OVER_CONTENT = re.compile(r"\bfor\s+\w+\s+in\s+[^\s%]*\bcontent\b")
+IN_SET = re.compile(r"\bset\s+[\w.]+\s*=\s*['\"][^'\"]*\Z")
+# Roles that may be part of a special token's name, as in `'<|' + role + '|>'`.
+ROLES = frozenset((
+    "system", "developer", "user", "human", "assistant", "model", "tool", "function", "observation",
+    "ipython", "environment", "context",
+))  # fmt: skip
 
 CHATML = """\
 {%- for message in messages -%}
@@ -115,6 +129,8 @@ class Written:
     pieces: tuple[Piece, ...]
     spans: tuple[Span, ...]
     """The text to learn, in characters of all pieces; a special token counts as one."""
+    num_quoted: int = 0
+    """How many names of special tokens in messages were written as text."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +148,8 @@ class ChatTemplate:
     """Further variables, such as `enable_thinking`."""
     whose: str = "the tokenizer's chat template"
     """Its name in messages."""
+    in_content: frozenset[str] = frozenset()
+    """The special tokens that messages may write by their names."""
 
     @property
     def is_marked(self) -> bool:
@@ -142,9 +160,14 @@ class ChatTemplate:
     def asks_for_date(self) -> bool:
         return "strftime_now" in self.source
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether it writes contents that are lists of parts."""
+        return LOOPS_OVER_CONTENT.search(self.source) is not None
+
     def check(self) -> None:
         """Raises an error unless this is a valid template."""
-        self._compiled  # noqa: B018
+        self._run(self.source, ([], None), [])
 
     def write(
         self,
@@ -155,13 +178,15 @@ class ChatTemplate:
         """Writes a conversation. `weights` are the loss weights of the turns, which are 0 for all
         but the assistant's; without them, every token counts."""
         self._check_tools(turns, tools)
-        quoted, tools = self._quoted(turns), self._quoted(tools)
-        text = self._render(quoted, tools)
+        cuts = [(len(turns), False)]
+        if weights is not None and not self.is_marked:
+            cuts += _cuts(weights)
+        text, *prefixes = self._render(turns, tools, cuts)
         if weights is None:
             return self._split(f"{BEGIN}{_unmarked(text)}{END}", [1.0])
         said = [w for turn, w in zip(turns, weights, strict=True) if turn["role"] == ASSISTANT]
         if not self.is_marked:
-            text = self._mark(text, quoted, tools, weights)
+            text = self._mark(text, prefixes, weights)
             return self._split(text, [weight for weight in said if weight])
         num_marks = text.count(BEGIN)
         if num_marks != len(said) and len(set(said)) == 1:  # whichever turn a mark belongs to
@@ -178,32 +203,28 @@ class ChatTemplate:
         self, turns: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> tuple[Piece, ...]:
         """Writes a conversation up to where the assistant answers."""
-        text = self._render(self._quoted(turns), self._quoted(tools), asks=True)
+        (text,) = self._render(turns, tools, [(len(turns), True)])
         return self._split(_unmarked(text), []).pieces
 
     def _check_tools(self, turns: Sequence[Message], tools: Sequence[Any] | None) -> None:
         """Rejects what the template would silently leave out."""
-        if tools and "tools" not in self.source:
-            raise ChatError("it has tools, but the chat template does not write them")
-        if "tool_calls" not in self.source and any(turn.get("tool_calls") for turn in turns):
-            raise ChatError("it has tool calls, but the chat template does not write tool_calls")
+        has_calls = any(turn.get("tool_calls") for turn in turns)
+        for name, is_used in (("tools", tools), ("tool_calls", has_calls)):
+            if is_used and name not in self.source:
+                raise Undecided(
+                    f"it has {name}, but {self.whose} does not write them: set sft.chat_template "
+                    "to one that does, such as that of Qwen2.5-7B-Instruct or of "
+                    "Llama-3.1-8B-Instruct"
+                )
 
-    def _mark(
-        self, text: str, turns: Sequence[Any], tools: Sequence[Any] | None, weights: Sequence[float]
-    ) -> str:
+    def _mark(self, text: str, prefixes: Sequence[str], weights: Sequence[float]) -> str:
         """Puts marks around the turns that count, which it finds from prefixes of the text."""
-        if len(turns) * sum(map(bool, weights)) > MOST_PREFIXES:
-            raise Undecided(
-                f"it has {len(turns):,} turns, and to find the assistant's tokens from prefixes, "
-                "they would have to be written again for each answer: set sft.chat_template to one "
-                "with {% generation %} marks around the assistant's turns"
-            )
         parts, done = [], 0
-        for i, weight in enumerate(weights):
-            if not weight:
-                continue
-            asked = self._render(turns[:i], tools, asks=True)
-            answered = text if i + 1 == len(turns) else self._render(turns[: i + 1], tools)
+        for i, (asked, answered) in zip(
+            (i for i, weight in enumerate(weights) if weight),
+            zip(prefixes[::2], prefixes[1::2], strict=True),
+            strict=True,
+        ):
             if not text.startswith(answered):  # some templates end every conversation with EOS
                 answered = self._last_special.sub("", answered)
             why, ways_out = (
@@ -217,55 +238,139 @@ class ChatTemplate:
                 ways_out += ', or set sft.learn = "last"'
             if why:
                 raise Undecided(
-                    f"the chat template writes turn {i + 1} of {len(turns)} {why}, so it is "
+                    f"the chat template writes turn {i + 1} of {len(weights)} {why}, so it is "
                     f"unclear which tokens are the assistant's: {ways_out}"
                 )
             parts += [text[done : len(asked)], BEGIN, text[len(asked) : len(answered)], END]
             done = len(answered)
         return "".join([*parts, text[done:]])
 
-    def _render(self, turns: Sequence[Any], tools: Sequence[Any] | None, asks: bool = False) -> str:
-        """Returns what the template writes, with its marks, if any."""
-        given = (turns, tools, None, asks, Budget().range)
-        values = {**self.named, **self.options, **dict(zip(GIVEN, given, strict=True))}
-        if self.date is not None:
-            values["strftime_now"] = self.date.strftime
-        parts, size = [], 0
+    def _render(
+        self, turns: Sequence[Message], tools: Sequence[Any] | None, cuts: Sequence[Cut]
+    ) -> list[str]:
+        """Returns what the template writes, with its marks, if any, and with quotes for the names
+        of special tokens that messages and tools contain."""
+        found: set[str] = set()
+
+        def find(text: str) -> str:
+            check_text(text)
+            found.update(self._names_in_content.findall(text))
+            if text in self._insides:
+                found.add(text)
+            return text
+
+        given = _changed((turns, tools), find)
+        texts = self._run(self.source, given, cuts)
+        return self._told_apart(texts, found, given, cuts) if found else texts
+
+    def _told_apart(
+        self, texts: list[str], found: Collection[str], given: Any, cuts: Sequence[Cut]
+    ) -> list[str]:
+        """Returns the texts with quotes for the names that come from messages and tools.
+
+        They are found by writing the conversation again with other characters in their places. If
+        that gives the same texts otherwise, these show where the names are. If not, the template
+        looks for some of them, perhaps to split a message at `</think>`. Then they are replaced in
+        the template too, except in those of its strings that can keep them, because it only writes
+        them."""
+        words = self._stand_ins(found, texts)
+        originals = {one: own for name in found for one, own in zip(words[name], name, strict=True)}
+        stand_in = re.compile(
+            rf"(?P<escape>\\u(?P<code>e\w{{3}}|f[0-8]\w\w))|[{''.join(originals)}]"
+        )
+
+        def restored(text: str, quote: str = "") -> str:
+            def own(match: re.Match[str]) -> str:
+                one = chr(int(match["code"], 16)) if match["escape"] else match[0]
+                if one not in originals:
+                    return match[0]
+                escaped = json.dumps(originals[one])[1:-1] if match["escape"] else originals[one]
+                return escaped if len(escaped) > 1 else quote + escaped
+
+            return stand_in.sub(own, text)
+
+        def replaced(text: str) -> str:
+            if text in self._insides:
+                return words[text]
+            return self._names_in_content.sub(lambda match: words[match[0]], text)
+
+        others = _changed(given, replaced)
+        names = sorted(self.specials.keys() & found)
+        spots = [match.span() for match in any_name_of(names).finditer(self.source)]
+
+        def attempt(looked_for: Collection[tuple[int, int]]) -> list[str] | None:
+            source, done = "", 0
+            for start, stop in sorted(looked_for):
+                source += self.source[done:start] + words[self.source[start:stop]]
+                done = stop
+            try:
+                written = self._run(source + self.source[done:], others, cuts)
+            except ChatError:
+                return None
+            return written if [restored(text) for text in written] == texts else None
+
+        # What was found for one conversation is usually right for the next.
+        written = attempt([spot for spot in self._looked_for if spot in spots])
+        if written is None and (written := attempt(spots)) is not None:
+            looked_for = {*spots}
+            for spot in spots:
+                if (fewer := attempt(looked_for - {spot})) is not None:
+                    written, looked_for = fewer, looked_for - {spot}
+            if any(IN_SET.search(self.source[:start]) for start, _ in looked_for):
+                written = None  # it may look for such a variable and write it, too
+            else:
+                self._looked_for.update(looked_for)
+        if written is None:
+            listed = ", ".join(map(json.dumps, names))
+            raise Undecided(
+                f"messages contain {any_of(sorted(found), 'and')}, and {self.whose} acts on names "
+                "of special tokens, so it is unclear which of those that it writes are tokens: set "
+                f"sft.special_tokens_in_content = [{listed}], or true, to make tokens of all"
+            )
+        return [restored(text, QUOTED) for text in written]
+
+    def _stand_ins(self, found: Collection[str], texts: Sequence[str]) -> Mapping[str, str]:
+        """Returns characters in place of those of each name, which do not occur in the texts. They
+        stay the same if possible, so that changed templates need not be compiled again."""
+        words, taken = self._words, set(self.source).union(*texts)
+        if not taken.isdisjoint("".join(words.values())):
+            words.clear()
+        taken.update(*words.values())
+        free = (one for one in map(chr, STAND_INS) if one not in taken)
+        for name in sorted(set(found) - words.keys()):
+            words[name] = "".join(islice(free, len(name)))
+            if len(words[name]) < len(name):
+                words.clear()
+                raise ChatError("it contains too many names of special tokens")
+        return words
+
+    def _run(self, source: str, given: Sequence[Any], cuts: Sequence[Cut]) -> list[str]:
+        """Returns what a template writes of turns and tools, for each of the cuts."""
+        turns, tools = given
+        values = {**self.named, **self.options, "tools": tools, "documents": None}
+        groups: list[list[Cut]] = [[]]
+        for cut in cuts:
+            if sum(size for size, _ in groups[-1]) > MOST_AT_ONCE:
+                groups.append([])
+            groups[-1].append(cut)
         try:
-            for part in self._compiled.generate(values):
-                parts.append(part)
-                size += len(part)
-                if size > LARGEST:
-                    raise TooMuch(f"it writes more than {LARGEST:,} characters")
-        except RecursionError:
-            raise ChatError("the chat template recurses without end") from None
-        except TooMuch as error:
-            raise ChatError(f"the chat template does not finish: {error}") from None
-        except Exception as error:  # the template is an arbitrary program
+            return [
+                text
+                for group in groups
+                for text in renderer.render(source, values, self.date, turns, group)
+            ]
+        except Endless as error:
+            raise Undecided(
+                f"{self.whose} does not finish: {error}; set sft.chat_template to use another one"
+            ) from None
+        except Rejected as error:
             hint = ""
             if self.date is None and "strftime_now" in str(error):
                 hint = "; it asks for today's date: set sft.date"
-            why = str(error) or type(error).__name__
-            raise ChatError(f"the chat template rejects the conversation: {why}{hint}") from None
-        return "".join(parts)
-
-    def _quoted(self, value: Any, depth: int = 0) -> Any:
-        """Returns the value with all names of special tokens quoted, at any depth."""
-        if depth > DEEPEST:
-            raise ChatError(f"its values are nested more than {DEEPEST} levels deep")
-        if isinstance(value, str):
-            check_text(value)
-            return self._names.sub(lambda match: QUOTED + self._numbers[match[0]], value)
-        if isinstance(value, Mapping):
-            return {
-                self._quoted(str(key)): self._quoted(item, depth + 1) for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self._quoted(item, depth + 1) for item in value]
-        return value
+            raise ChatError(f"the chat template rejects the conversation: {error}{hint}") from None
 
     def _split(self, text: str, weights: Sequence[float]) -> Written:
-        """Splits a text at its marks and special tokens, and unquotes quoted names."""
+        """Splits a text at its marks and special tokens, and removes quotes."""
         pieces: list[Piece] = []
         plain: list[str] = []
         spans: list[Span] = []
@@ -282,8 +387,8 @@ class ChatTemplate:
             elif part == END:
                 spans.append(Span(start, place, weights[len(spans)]))
             elif part.startswith(QUOTED):
-                plain.append(self._quotes[part[1:]])
-                place += len(plain[-1])
+                plain.append(part[1])
+                place += 1
             elif part in self.specials:
                 end_text()
                 pieces.append(self.specials[part])
@@ -292,15 +397,36 @@ class ChatTemplate:
                 plain.append(part)
                 place += len(part)
         end_text()
-        return Written(tuple(pieces), tuple(span for span in spans if span.weight))
-
-    @cached_property
-    def _compiled(self) -> Any:
-        return compile_template(self.source)
+        num_quoted = 0
+        if QUOTED in text:
+            num_named = len(self._names.findall(text.replace(QUOTED, "")))
+            num_quoted = num_named - sum(isinstance(piece, int) for piece in pieces)
+        return Written(tuple(pieces), tuple(span for span in spans if span.weight), num_quoted)
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
         return any_name_of(self.specials)
+
+    @cached_property
+    def _names_in_content(self) -> re.Pattern[str]:
+        return any_name_of(self.specials.keys() - self.in_content)
+
+    @cached_property
+    def _insides(self) -> set[str]:
+        """What special tokens have between their brackets, such as `im_end`: a template can make a
+        name of it, unless it is a usual role, or one that the template knows."""
+        names = self.specials.keys() - self.in_content
+        found = {name.strip("<|>[]/") for name in names} - names - ROLES - {""}
+        return {one for one in found if not re.search(rf"['\"]{re.escape(one)}['\"]", self.source)}
+
+    @cached_property
+    def _looked_for(self) -> set[tuple[int, int]]:
+        """Places in the template of names that it looks for in messages, as far as known."""
+        return set()
+
+    @cached_property
+    def _words(self) -> dict[str, str]:
+        return {}
 
     @cached_property
     def _last_special(self) -> re.Pattern[str]:
@@ -310,16 +436,8 @@ class ChatTemplate:
     def _parts(self) -> re.Pattern[str]:
         return re.compile(f"({BEGIN}|{END}|{QUOTED}.|{self._names.pattern})", re.DOTALL)
 
-    @cached_property
-    def _numbers(self) -> dict[str, str]:
-        return {name: chr(FIRST_NUMBER + i) for i, name in enumerate(self.specials)}
-
-    @cached_property
-    def _quotes(self) -> dict[str, str]:
-        return {number: name for name, number in self._numbers.items()}
-
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the compiled template; another process compiles it again."""
+        """Leaves out what is derived from the fields."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
@@ -360,6 +478,31 @@ def check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ChatError("it has half of a surrogate pair, so it is not UTF-8 text") from None
+
+
+def _cuts(weights: Sequence[float]) -> list[Cut]:
+    """Returns the prefixes that show where the turns that count begin and end."""
+    if len(weights) * sum(map(bool, weights)) > MOST_PREFIXES:
+        raise Undecided(
+            f"it has {len(weights):,} turns, and to find the assistant's tokens from prefixes, "
+            "they would have to be written again for each answer: set sft.chat_template to one "
+            "with {% generation %} marks around the assistant's turns"
+        )
+    counted = [i for i, weight in enumerate(weights) if weight]
+    return [cut for i in counted for cut in ((i, True), (i + 1, False))]
+
+
+def _changed(value: Any, change: Callable[[str], str], depth: int = -1) -> Any:
+    """Returns the value with all of its texts changed, at any depth."""
+    if depth > DEEPEST:
+        raise ChatError(f"its values are nested more than {DEEPEST} levels deep")
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(str(key)): _changed(item, change, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(item, change, depth + 1) for item in value]
+    return value
 
 
 def _unmarked(text: str) -> str:

@@ -1,111 +1,126 @@
-"""The environment in which a chat template runs: that of transformers, in Jinja's sandbox.
+"""The process that runs chat templates: the environment of transformers, in Jinja's sandbox, with
+limits of the operating system on time and memory.
 
-A template is an untrusted program that came with a model. It can read the conversation and write
-text, and nothing else; it cannot loop forever or fill the memory with a short expression.
+A template is an untrusted program that came with a model. The sandbox lets it read the conversation
+and write text, and nothing else; the limits end it, whatever it computes. `chat_renderer` runs this
+file as a program, without the rest of Overland, so it imports nothing of it.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Sequence
-from functools import wraps
+import pickle
+import resource
+import signal
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
-
-from overland.errors import DataError
-from overland.packages import need
 
 # Unicode has code points that never stand for a character: these mark the assistant's text.
 BEGIN, END = "\ufdd1", "\ufdd2"
-LARGEST = 1 << 26  # most characters that a template may write, or build in one expression
-MOST_TURNS = 1 << 22  # most iterations of all loops over numbers in one conversation
+LARGEST = 1 << 26  # most characters that a template may write
+SIZE = struct.Struct("<Q")  # precedes each message
+UNSETTLED = ("random", "lipsum")  # their output is different each time
+# Terminals and Slurm signal all processes of a job; this one ends when its input does.
+PARENTS_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+)  # fmt: skip
 
 
-WIDENING = ("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson")
-CHECKED = (*WIDENING, "replace", "join", "format")
-UNSETTLED = ("random", "lipsum")
+def main(seconds: int, megabytes: int) -> None:
+    """Answers requests until the input ends; `seconds` of the processor are for each text."""
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    _limit_memory(megabytes)
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    while head := requests.read(SIZE.size):
+        request = pickle.loads(requests.read(*SIZE.unpack(head)))
+        try:
+            answer = ["texts", _rendered(seconds, *request)]
+        except Problem as problem:
+            answer = list(problem.args)
+        except MemoryError:
+            answer = ["endless", f"it takes more than {megabytes:,} MB of memory"]
+        except RecursionError:
+            answer = ["endless", "it recurses without end"]
+        data = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        answers.write(SIZE.pack(len(data)) + data)
+        answers.flush()
 
 
-class TooMuch(Exception):
-    """Raised when a template uses more than any conversation needs."""
+class Problem(Exception):
+    """What is wrong with a template: its kind, and a sentence."""
 
 
-def compile_template(source: str) -> Any:
-    """Compiles a template, or raises an error that says what is wrong with it."""
-    environment = _environment()
+def _rendered(
+    seconds: int,
+    source: str,
+    values: Mapping[str, Any],
+    date: Any,
+    turns: Sequence[Any],
+    cuts: Sequence[tuple[int, bool]],
+) -> list[str]:
+    """Returns a text for each of `cuts`: the number of turns to write, and whether the text ends
+    with the generation prompt."""
+    _limit_time(seconds)
+    template = _compiled(source)
+    clock = {} if date is None else {"strftime_now": date.strftime}
+    texts = []
+    for num_turns, asks in cuts:
+        _limit_time(seconds)
+        given = {"messages": turns[:num_turns], "add_generation_prompt": asks}
+        parts, size = [], 0
+        try:
+            for part in template.generate({**values, **clock, **given, "range": range}):
+                parts.append(part)
+                size += len(part)
+                if size > LARGEST:
+                    raise Problem("endless", f"it writes more than {LARGEST:,} characters")
+        except (Problem, MemoryError, RecursionError):
+            raise
+        except Exception as error:  # the template is an arbitrary program
+            raise Problem("rejects", str(error) or type(error).__name__) from None
+        texts.append("".join(parts))
+    return texts
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> Any:
     try:
-        return environment.from_string(source)
+        return _environment().from_string(source)
+    except (MemoryError, RecursionError):
+        raise
     except Exception as error:  # Jinja's own, or Python's for the code that Jinja generates
         line = getattr(error, "lineno", None)
-        where = f", line {line}" if line else ""
-        raise DataError(f"the chat template cannot be parsed{where}: {error}") from None
+        raise Problem("invalid", f"{f', line {line}' if line else ''}: {error}") from None
 
 
-class Budget:
-    """Counts the iterations of loops over numbers, including nested ones."""
-
-    def __init__(self) -> None:
-        self._left = MOST_TURNS
-
-    def range(self, *args: int) -> range:
-        numbers = range(*args)
-        self._left -= len(numbers)
-        if self._left < 0:
-            raise TooMuch(f"its loops take more than {MOST_TURNS:,} iterations")
-        return numbers
+def _limit_time(seconds: int) -> None:
+    """Lets the kernel end this process if it computes for longer than this from now on."""
+    until = int(time.process_time()) + 1 + seconds
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (until, most))
 
 
-def _bound(size: int) -> None:
-    if size > LARGEST:
-        raise TooMuch(f"it builds a text of more than {LARGEST:,} characters")
+def _limit_memory(megabytes: int) -> None:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        used = 0
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = used + megabytes * 10**6
+    if most == resource.RLIM_INFINITY or wanted < most:
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _bounded(value: Any) -> Any:
-    """Rejects nested lists that would be enormous when written out."""
-    left, held = MOST_TURNS, [value]
-    while held:
-        one = held.pop()
-        if isinstance(one, list | tuple | dict):
-            items = list(one.values()) if isinstance(one, dict) else one
-            left -= len(items)
-            if left < 0:
-                raise TooMuch(f"it writes a list of more than {MOST_TURNS:,} values")
-            held += items
-    return value
-
-
-def _check_call(name: str, text: str, args: Sequence[Any]) -> None:
-    """Rejects a filter or string method that would turn a short text into a huge one."""
-    texts = [one for one in args if isinstance(one, str)]
-    widest = max((one for one in args if isinstance(one, int)), default=0)
-    if name == "replace" and len(texts) >= 2:
-        _bound(len(text) + text.count(texts[-2]) * len(texts[-1]))
-    elif name == "format" and re.search(r"\d{6}|\*", text):
-        raise TooMuch("it formats a number with hundreds of thousands of characters")
-    elif name in WIDENING:
-        _bound(widest * (1 + text.count("\n") + text.count("\t")))
-
-
-def _checked(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a Jinja filter so that it is rejected if its output would be too large."""
-
-    @wraps(filter_)  # also copies Jinja's attributes, which say what else is passed to it
-    def checked(*args: Any, **options: Any) -> Any:
-        given = [*args, *options.values()]
-        text = next((one for one in given if isinstance(one, str)), "")
-        if name == "join":
-            items = next((one for one in given if isinstance(one, list | tuple)), ())
-            _bound(sum(len(one) for one in items if isinstance(one, str)))
-        _check_call(name, text, given)
-        return filter_(*args, **options)
-
-    return checked
-
-
+@lru_cache(maxsize=1)
 def _environment() -> Any:
-    need("jinja2", "a chat template", "text")
     from jinja2 import TemplateError, nodes
-    from jinja2.compiler import CodeGenerator
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -123,51 +138,6 @@ def _environment() -> Any:
         def _marked(self, caller: Any) -> str:
             return f"{BEGIN}{caller()}{END}"
 
-    class Generator(CodeGenerator):
-        """Routes `a ~ b` through the environment, as Jinja does with `a + b`."""
-
-        def visit_Concat(self, node: Any, frame: Any) -> None:
-            self.write("environment.concatenated((")
-            for one in node.nodes:
-                self.visit(one, frame)
-                self.write(", ")
-            self.write("))")
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        code_generator_class = Generator
-        intercepted_binops = frozenset(("*", "**", "+", "%"))
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [len(one) for one in (left, right) if isinstance(one, str | list | tuple)]
-            times = [one for one in (left, right) if isinstance(one, int)]
-            if operator == "*" and sizes and times:
-                _bound(sizes[0] * times[0])
-            elif operator == "+":
-                _bound(sum(sizes))
-            elif operator == "**" and len(times) == 2 and abs(times[1]) > 64:
-                raise TooMuch(f"it computes a power of {times[1]}")
-            elif operator == "%" and isinstance(left, str):
-                _check_call("format", left, ())
-            return super().call_binop(context, operator, left, right)
-
-        def concatenated(self, parts: tuple[Any, ...]) -> str:
-            texts = [str(_bounded(part)) for part in parts]
-            _bound(sum(map(len, texts)))
-            return "".join(texts)
-
-        def wrap_str_format(self, value: Any) -> Any:
-            wrapped = super().wrap_str_format(value)
-            if wrapped is not None:
-                _check_call("format", value.__self__, ())
-            return wrapped
-
-        def call(self, context: Any, function: Any, *args: Any, **options: Any) -> Any:
-            owner = getattr(function, "__self__", None)
-            if isinstance(owner, str):
-                name = getattr(function, "__name__", "")
-                _check_call(name, owner, (*args, *options.values()))
-            return super().call(context, function, *args, **options)
-
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
@@ -180,26 +150,23 @@ def _environment() -> Any:
     ) -> str:
         # Jinja's own tojson escapes <, > and & for HTML.
         return json.dumps(
-            _bounded(value),
+            value,
             ensure_ascii=ensure_ascii,
             indent=indent,
             separators=separators,
             sort_keys=sort_keys,
         )
 
-    environment = Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[loopcontrols, Generation],
-        finalize=_bounded,
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     environment.filters["tojson"] = tojson
-    environment.filters["string"] = lambda value: str(_bounded(value))
-    for name in CHECKED:
-        if name in environment.filters:
-            environment.filters[name] = _checked(name, environment.filters[name])
-    for name in UNSETTLED:  # their output is different each time
+    for name in UNSETTLED:
         environment.filters.pop(name, None)
         environment.globals.pop(name, None)
     environment.globals["raise_exception"] = raise_exception
     return environment
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[-2:]))

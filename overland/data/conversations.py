@@ -12,6 +12,7 @@ The shape of a dataset is detected from the columns of its records; `sft.shape` 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ ANSWERS = ("output", "completion", "response", "answer")
 NO_TOOLS = ("", "[]", "null")  # as JSON text
 HEAVIEST = 1_000_000  # largest weight; sums stay exact in the type that stores them
 FLAGS = ("weight", "train")  # of a turn: its loss weight, or whether to train on it
-# Roles, by the names that public datasets use for them.
+# Roles, by the names that datasets in ShareGPT format use for them.
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -177,8 +178,9 @@ def _possible(
         items = _listed(example(turns))
         if column is None or items:
             has_from = bool(items) and isinstance(items[0], Mapping) and "from" in items[0]
-            shape: Shape = "sharegpt" if has_from else "messages"
-            yield Columns(shape, turns, tools=tools, system=system)
+            shapes: list[Shape] = ["sharegpt", "messages"]
+            for shape in shapes if has_from else reversed(shapes):  # the second one on request
+                yield Columns(shape, turns, tools=tools, system=system)
     if column is not None:
         yield Columns("text", answer=column)
         return
@@ -201,7 +203,7 @@ def conversation(record: Record, columns: Columns) -> Conversation:
     """Converts a record to a conversation."""
     before, tools = _system(record, columns), _tools(record, columns)
     if columns.shape in ("messages", "sharegpt"):
-        turns = _turns(record, columns.turns)
+        turns = _turns(record, columns.turns, columns.shape == "sharegpt")
         return _told(turns if turns[0]["role"] == "system" else [*before, *turns], 0, tools)
     if columns.shape == "text":
         return Conversation(texts=("", _text(record, columns.answer)))
@@ -219,23 +221,92 @@ def conversation(record: Record, columns: Columns) -> Conversation:
 def further_keys(records: Sequence[Record], columns: Columns) -> list[str]:
     """Returns the keys of turns other than the role, the content and the weight."""
     found: dict[str, None] = {}
-    for column in {columns.turns, columns.prompt, columns.answer, columns.rejected} - {""}:
-        for record in records:
-            for turn in _listed(record.get(column)):
-                given = turn.items() if isinstance(turn, Mapping) else ()
-                found |= {str(key): None for key, value in given if value not in (None, "", [])}
+    for turn in _all_turns(records, columns):
+        found |= {str(key): None for key, value in turn.items() if value not in (None, "", [])}
     return [key for key in found if key not in (*FLAGS, "role", "content", "from", "value")]
+
+
+def renamed_roles(records: Sequence[Record], columns: Columns) -> dict[str, str]:
+    """Returns the roles of turns that get another name, which those in ShareGPT format do."""
+    found: dict[str, str] = {}
+    for turn in _all_turns(records, columns):
+        speaker = turn.get("role", turn.get("from"))
+        if isinstance(speaker, str) and ("role" not in turn or columns.shape == "sharegpt"):
+            found[speaker] = SPEAKERS.get(speaker.lower(), speaker)
+    return {theirs: ours for theirs, ours in found.items() if theirs != ours}
+
+
+def has_parts(records: Sequence[Record], columns: Columns) -> bool:
+    """Whether some content is a list of parts."""
+    return any(isinstance(turn.get("content"), list) for turn in _all_turns(records, columns))
+
+
+def _all_turns(records: Sequence[Record], columns: Columns) -> Iterator[Mapping[str, Any]]:
+    for column in (columns.turns, columns.prompt, columns.answer, columns.rejected):
+        for record in records:
+            yield from (turn for turn in _listed(record.get(column)) if isinstance(turn, Mapping))
 
 
 def pair(record: Record, columns: Columns) -> tuple[Conversation, Conversation]:
     """Returns the chosen and the rejected answer of a record, each as a conversation that includes
-    the prompt."""
+    the prompt: that of its own column, or else what the two have in common at their beginning."""
+    names, given = (columns.answer, columns.rejected), record.get(columns.prompt)
+    if isinstance(given, str | None) and all(_is_text(record.get(name)) for name in names):
+        texts = [_text(record, name) for name in names]
+        size = _shared_text(*texts) if given is None else 0
+        if given is None and not size:
+            raise _no_prompt(columns, "text")
+        prompt = texts[0][:size] if given is None else given
+        one, other = (Conversation(texts=(prompt, text[size:])) for text in texts)
+        return one, other
     before, tools = _system(record, columns), _tools(record, columns)
-    chosen, rejected = (
-        _completed(record, columns.prompt, answer, before, tools)
-        for answer in (columns.answer, columns.rejected)
+    asked, answers = _asked(record, columns.prompt), [_turns(record, name) for name in names]
+    pairs = list(zip(*answers, strict=False))
+    size = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    end = _end_of(asked, answers[0][:size])
+    if not asked or (end and isinstance(given, str)):  # as in TRL
+        end = min(size, len(pairs) - 1)
+    if not asked and not end:
+        raise _no_prompt(columns, "turns")
+    if not end and isinstance(given, str) and answers[0][0]["role"] != ASSISTANT:
+        raise ChatError(
+            f"its columns {names[0]} and {names[1]} hold whole conversations, but none of the "
+            f"turns that they begin with is the text of its column {columns.prompt}: remove that "
+            "column, or the turns before the answers"
+        )
+    asked = answers[0][:end] if end else asked
+    one, other = (_continued(before, asked, turns[end:], tools) for turns in answers)
+    return one, other
+
+
+def prompts_are(records: Sequence[Record], columns: Columns) -> str:
+    """Describes where the prompts of pairs come from, which the first usable pair shows."""
+    for record in records:
+        with contextlib.suppress(ChatError):
+            told, _ = pair(record, columns)
+            if told.texts is None:
+                num_answered = len(told.turns) - told.num_given
+                is_shared = len(_turns(record, columns.answer)) > num_answered
+            else:
+                is_shared = record.get(columns.prompt) is None
+            what = "text" if told.texts else "turns"
+            return f"the {what} that both begin with" if is_shared else f"column {columns.prompt}"
+    return ""
+
+
+def _shared_text(one: str, other: str) -> int:
+    """Returns the length of the prompt that two texts begin with: all that they have in common, as
+    in TRL, except for a space at its end. At least one character of each is the answer."""
+    most = min(len(one), len(other)) - 1
+    size = next((i for i in range(most) if one[i] != other[i]), most)
+    return size - (one[size - 1 : size] == " ")
+
+
+def _no_prompt(columns: Columns, what: str) -> ChatError:
+    return ChatError(
+        f"its columns {columns.answer} and {columns.rejected} begin with different {what}, so "
+        "there is no prompt: add a column prompt"
     )
-    return chosen, rejected
 
 
 def _completed(
@@ -245,20 +316,50 @@ def _completed(
     before: list[dict[str, Any]],
     tools: tuple[Any, ...] | None,
 ) -> Conversation:
-    given, value = record.get(prompt) if prompt else None, record.get(answer)
-    if isinstance(value, str) and not _is_talk(value) and isinstance(given, str | None):
+    given = record.get(prompt)
+    if isinstance(given, str | None) and _is_text(record.get(answer)):
         return Conversation(texts=(given or "", _text(record, answer)))
-    answered = _turns(record, answer)
-    if isinstance(given, str) and not _is_talk(given):
-        asked = [{"role": "user", "content": given}] if given else []
-    else:
-        asked = _turns(record, prompt) if given else []
-    if asked and answered[: len(asked)] == asked:  # the answer repeats the whole conversation
-        answered = answered[len(asked) :]
-    if not asked:  # all but the last turn are the prompt
-        asked, answered = answered[:-1], answered[-1:]
-    if not answered:
+    asked, answered = _asked(record, prompt), _turns(record, answer)
+    end = _end_of(asked, answered) if asked else len(answered) - 1
+    asked = answered[:end] if end else asked
+    if end == len(answered):
         raise ChatError(f"its column {answer} adds no turn to the prompt")
+    return _continued(before, asked, answered[end:], tools)
+
+
+def _asked(record: Record, prompt: str) -> list[dict[str, Any]]:
+    """Returns the turns of a prompt; a text is what the user says."""
+    given = record.get(prompt)
+    if isinstance(given, str) and not _is_talk(given):
+        return [{"role": "user", "content": given}] if given else []
+    return _turns(record, prompt) if given else []
+
+
+def _end_of(asked: Sequence[Message], turns: Sequence[Message]) -> int:
+    """Returns where the prompt ends in turns that repeat it, perhaps after a system turn; 0 if they
+    do not."""
+    size, (asked, turns) = len(asked), (_stripped(asked), _stripped(turns))
+    ends = range(size, len(turns) + 1) if size else ()
+    return next((end for end in ends if turns[end - size : end] == asked), 0)
+
+
+def _stripped(turns: Sequence[Message]) -> list[Message]:
+    return [
+        {**turn, "content": turn["content"].strip()}
+        if isinstance(turn.get("content"), str)
+        else turn
+        for turn in turns
+    ]
+
+
+def _continued(
+    before: list[dict[str, Any]],
+    asked: list[dict[str, Any]],
+    answered: list[dict[str, Any]],
+    tools: tuple[Any, ...] | None,
+) -> Conversation:
+    if asked and asked[0]["role"] == "system":
+        before = []
     return _told([*before, *asked, *answered], len(before) + len(asked), tools)
 
 
@@ -286,45 +387,54 @@ def _said(turn: Message, number: int) -> float | None:
     return None
 
 
-def _turns(record: Record, column: str) -> list[dict[str, Any]]:
+def _turns(record: Record, column: str, renames: bool = False) -> list[dict[str, Any]]:
     value = record.get(column)
     items = [value] if isinstance(value, Mapping) and value else _listed(value)
     if not items:
         raise ChatError(f"its column {column} contains no turns")
-    return [_turn(item, number) for number, item in enumerate(items, start=1)]
+    return [_turn(item, number, renames) for number, item in enumerate(items, start=1)]
 
 
-def _turn(item: Any, number: int) -> dict[str, Any]:
+def _turn(item: Any, number: int, renames: bool) -> dict[str, Any]:
+    """Returns a turn as it is, for a template to interpret. Only the keys `from` and `value` get
+    their usual names, and roles with `from`."""
     if not isinstance(item, Mapping):
         raise ChatError(f"turn {number} is {type(item).__name__}; expected an object with a role")
-    turn = {str(key): value for key, value in item.items() if value is not None}
+    turn = {str(key): value for key, value in item.items()}
+    renames = renames or turn.get("role") is None
     for ours, theirs in (("role", "from"), ("content", "value")):
-        if ours not in turn and theirs in turn:
+        if turn.get(ours) is None and turn.get(theirs) is not None:
             turn[ours] = turn.pop(theirs)
     speaker = turn.get("role")
     if not isinstance(speaker, str) or not speaker:
         raise ChatError(f"turn {number} has no valid role; expected a string, such as 'user'")
-    turn["role"] = SPEAKERS.get(speaker.lower(), speaker)
-    if "content" not in turn and "tool_calls" not in turn:
-        raise ChatError(f"turn {number}, by {speaker!r}, has no content")
-    if "content" in turn:  # templates write nothing if it is absent
-        turn["content"] = _content(turn["content"], number)
+    turn["role"] = SPEAKERS.get(speaker.lower(), speaker) if renames else speaker
+    if turn.get("content") is None:
+        if turn.get("tool_calls") is None:
+            raise ChatError(f"turn {number}, by {speaker!r}, has no content")
+    elif not isinstance(turn["content"], str):
+        _check_parts(turn["content"], number)
     return turn
 
 
-def _content(value: Any, number: int) -> str:
-    """Returns the text, which some datasets store as a list of parts."""
-    if isinstance(value, str):
-        return value
-    parts = value if isinstance(value, list | tuple) else [value]
-    texts = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str):
+def _check_parts(value: Any, number: int) -> None:
+    """Rejects content other than texts."""
+    for part in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(part.get("text") if isinstance(part, Mapping) else part, str):
             what = part.get("type", "object") if isinstance(part, Mapping) else type(part).__name__
             raise ChatError(f"turn {number} has content of type {what}; expected text")
-        texts.append(text)
-    return "".join(texts)
+
+
+def joined(turns: Sequence[Message]) -> list[Message]:
+    """Returns the turns with the parts of each content joined to one text."""
+
+    def text(content: Any) -> Any:
+        parts = content if isinstance(content, list | tuple) else [content]
+        texts = [part["text"] if isinstance(part, Mapping) else part for part in parts]
+        return content if content is None else "".join(texts)
+
+    return [{**turn, "content": text(turn["content"])} if "content" in turn else turn
+            for turn in turns]  # fmt: skip
 
 
 def _system(record: Record, columns: Columns) -> list[dict[str, Any]]:
@@ -340,6 +450,10 @@ def _tools(record: Record, columns: Columns) -> tuple[Any, ...] | None:
     if not tools:
         raise ChatError(f"its column {columns.tools} is not a list of tools: {value!r:.40}")
     return tools
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not _is_talk(value)
 
 
 def _is_talk(text: str) -> bool:

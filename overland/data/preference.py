@@ -29,15 +29,16 @@ class PairWriter:
     writer: Writer
     settings: Preference
 
-    def sample(self, record: Record, columns: Columns) -> tuple[Mapping[str, Any], str]:
+    def sample(self, record: Record, columns: Columns) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Returns the arrays of a sample, and what was done to it, to be counted."""
-        both = [self.writer.encoded(told) for told in pair(record, columns)]
+        encoded = [self.writer.encoded(told) for told in pair(record, columns)]
+        what = tuple({one: None for sample in encoded for one in sample.what})
+        both = [(sample.tokens, sample.weights) for sample in encoded]
         for (ids, weights), which in zip(both, ("chosen", "rejected"), strict=True):
             if not weights[1:].any():
                 raise Undecided(f"the {which} answer has no tokens: {self.writer.shown(ids)}")
-        what = ""
         if self.room is not None and max(len(ids) for ids, _ in both) > self.room:
-            what = self._about_length(max(len(ids) for ids, _ in both))
+            what = (*what, self._about_length(max(len(ids) for ids, _ in both)))
             both = [self._cut(*one, self._room_for_prompt(both)) for one in both]
         sizes = [len(ids) for ids, _ in both]
         return {

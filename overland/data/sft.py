@@ -29,7 +29,16 @@ from overland.data.chat import (
     Undecided,
     encode,
 )
-from overland.data.conversations import Columns, Record, conversation, further_keys, recognize
+from overland.data.conversations import (
+    Columns,
+    Record,
+    conversation,
+    further_keys,
+    has_parts,
+    prompts_are,
+    recognize,
+    renamed_roles,
+)
 from overland.data.preference import PairWriter
 from overland.data.rows import ANSWERS
 from overland.data.shard import TOKENS, WEIGHTS
@@ -62,11 +71,13 @@ class ConversationSource(FileSource):
         shape: Columns,
         writer: Writer,
         pairs: PairWriter | None = None,
-        further: Sequence[str] = (),
+        first: Sequence[Record] = (),
     ) -> None:
-        """`further`: keys of turns other than the role and the content."""
+        """`first`: some of the records."""
         self.records, self.shape, self.writer, self.pairs = records, shape, writer, pairs
-        self.further = further
+        self.further, self.renamed = further_keys(first, shape), renamed_roles(first, shape)
+        self.has_parts = has_parts(first, shape)
+        self.prompts = prompts_are(first, shape) if pairs is not None else ""
         super().__init__(records.root, records.files, records.skip_bad)
         self.format, self.column, self.dtype = records.format, records.column, records.dtype
         self.columns, self.is_walked = records.columns, records.is_walked
@@ -127,12 +138,11 @@ class ConversationSource(FileSource):
                     "--skip-bad)"
                 )
             else:
-                if what:
-                    self.counts[what] += 1
+                self.counts.update(what)
                 yield arrays
         self.num_bad += self.records.num_bad - before
 
-    def _sample(self, record: Record) -> tuple[Mapping[str, Any], str]:
+    def _sample(self, record: Record) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         if self.pairs is not None:
             return self.pairs.sample(record, self.shape)
         sample = self.writer.sample(conversation(record, self.shape))
@@ -155,6 +165,11 @@ class ConversationSource(FileSource):
 
     def _surprises(self) -> Iterator[str]:
         template, tokenizer = self.writer.template, self.tokenizer
+        if self.prompts:
+            yield f"the prompt of chosen and rejected is {self.prompts}"
+        if self.renamed:
+            listed = [f"{theirs} is {ours}" for theirs, ours in self.renamed.items()]
+            yield f"roles are renamed as in ShareGPT: {any_of(listed, 'and')}"
         if template is None or self.shape.shape == "text":
             return
         if unknown := unknown_tokens(template, tokenizer):
@@ -167,6 +182,13 @@ class ConversationSource(FileSource):
             yield (
                 f"turns also have {any_of(left_out, 'and')}, which {template.whose} leaves out "
                 "(set sft.chat_template to use another template)"
+            )
+        if self.has_parts and not template.takes_parts:
+            yield f"contents are lists of texts, which are joined: {template.whose} takes only text"
+        if self.writer.learn != "all" and (header := header_of(template)):
+            yield (
+                f"{header!r} before each answer is learned, too: {template.whose} has neither "
+                "{% generation %} marks nor a generation prompt that would show where answers begin"
             )
         if template.asks_for_date and template.date is None:
             yield (
@@ -202,8 +224,7 @@ def conversations_of(
             "remove data.add_bos"
         )
     pair_writer = PairWriter(writer, config.preference) if pairs else None
-    further = further_keys(records, shape)
-    return ConversationSource(source, shape, writer, pair_writer, further)
+    return ConversationSource(source, shape, writer, pair_writer, records)
 
 
 def writer_for(config: JobConfig, seq_len: int, tokenizer: Path | None = None) -> Writer:
@@ -298,8 +319,16 @@ def _template(config: JobConfig, tokenizer: Tokenizer, name: str) -> ChatTemplat
     whose = "the tokenizer's chat template"
     if sft.chat_template is not None:
         whose = f"the chat template {sft.chat_template}"
+    allowed = sft.special_tokens_in_content
+    if not isinstance(allowed, bool) and (unknown := set(allowed) - tokenizer.specials.keys()):
+        raise DataError(
+            f"sft.special_tokens_in_content: {sorted(unknown)[0]!r} is not a special token of this "
+            "tokenizer: remove it, or add it to sft.new_tokens"
+        )
+    names = tokenizer.specials.keys() if allowed is True else allowed or ()
+    day, options = _day(sft.date), sft.template_options
     template = ChatTemplate(
-        source, tokenizer.specials, tokenizer.named, _day(sft.date), sft.template_options, whose
+        source, tokenizer.specials, tokenizer.named, day, options, whose, frozenset(names)
     )
     template.check()
     return template
@@ -318,6 +347,20 @@ def end_of_turn(config: JobConfig, tokenizer: Tokenizer) -> int | None:
     ids, weights = encode(tokenizer, written)
     ends = [i for i in ids[weights > 0].tolist() if i in tokenizer.specials.values()]
     return ends[-1] if ends else None
+
+
+def header_of(template: ChatTemplate) -> str:
+    """Returns what a template writes before each answer, if it is learned with the answer."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\u03a9"}]
+    try:
+        written = template.write(turns, [0, 1])
+    except ChatError:  # it requires something else, such as a system turn
+        return ""
+    names = {i: name for name, i in template.specials.items()}
+    units = [unit for piece in written.pieces
+             for unit in (piece if isinstance(piece, str) else [names[piece]])]  # fmt: skip
+    text = "".join(units[written.spans[0].start : written.spans[0].stop]) if written.spans else ""
+    return text.partition("\u03a9")[0].strip() if not template.is_marked else ""
 
 
 def question(config: JobConfig, tokenizer: Tokenizer, text: str) -> list[int]:

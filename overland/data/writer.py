@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.chat import (
+    ASSISTANT,
     ChatTemplate,
     Piece,
     Span,
@@ -21,20 +22,22 @@ from overland.data.chat import (
     length_of,
     split_specials,
 )
-from overland.data.conversations import Conversation, Learn
+from overland.data.conversations import Conversation, Learn, joined
 from overland.data.sources.marks import digest_of
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
+from overland.words import any_of
 
 TooLong = Literal["error", "truncate", "drop", "split"]
-RULES = 1  # part of every fingerprint; increased when the same conversations give other tokens
+RULES = 2  # part of every fingerprint; increased when the same conversations give other tokens
 SHOWN = 80  # tokens of a sample, in a message
+QUOTED = "with names of special tokens encoded as text (sft.special_tokens_in_content)"
 
 
 class Sample(NamedTuple):
     tokens: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
-    what: str = ""
+    what: tuple[str, ...] = ()
     """What was done to it, to be counted."""
 
 
@@ -74,13 +77,13 @@ class Writer:
     length_key: str = "training.seq_len"
     """The config key of the sequence length."""
 
-    def encoded(self, told: Conversation) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    def encoded(self, told: Conversation) -> Sample:
         """Returns the ids and weights of a conversation of any length."""
         written = self._plain(*told.texts) if told.texts is not None else self._chat(told)
-        return encode(self.tokenizer, written)
+        return Sample(*encode(self.tokenizer, written), (QUOTED,) if written.num_quoted else ())
 
     def sample(self, told: Conversation) -> Sample:
-        ids, weights = self.encoded(told)
+        ids, weights, quoted = self.encoded(told)
         what, longest = "", len(ids) if self.seq_len is None else self.seq_len + 1
         if len(ids) > longest:
             what = self._about_length(len(ids))
@@ -90,13 +93,19 @@ class Writer:
             if self.skip_unlearned:
                 raise Skipped("without anything to learn")
             why = "no assistant turn counts"
+            roles = list(dict.fromkeys(turn["role"] for turn in told.turns))
+            if roles and ASSISTANT not in roles:
+                why = (
+                    f"no turn's role is {ASSISTANT!r}, they are {any_of(roles, 'and')} (to rename "
+                    'those of ShareGPT, such as human and gpt, set sft.shape = "sharegpt")'
+                )
             if what == "truncated":
                 why = f"the part that counts was cut off ({self.length_key} = {self.seq_len})"
             raise Undecided(
                 f"there is nothing to learn in it: {why} (to skip such samples, set "
                 f"sft.skip_unlearned = true): {self.shown(ids)}"
             )
-        return Sample(ids, weights, what)
+        return Sample(ids, weights, (*quoted, what) if what else quoted)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -112,6 +121,9 @@ class Writer:
             "sft.learn": self.learn,
             "sft.too_long": self.too_long,
             "sft.parse_specials": self.parse_specials,
+            "sft.special_tokens_in_content": sorted(self.template.in_content)
+            if self.template
+            else [],
             "sft.skip_unlearned": self.skip_unlearned,
             "training.seq_len": self.seq_len,
             "data.add_bos": self.add_bos,
@@ -122,7 +134,8 @@ class Writer:
         template = self.tool_template if told.tools and self.tool_template else self.template
         if template is None:
             raise NoTemplate
-        return template.write(told.turns, told.weights(self.learn), told.tools)
+        turns = told.turns if template.takes_parts else joined(told.turns)
+        return template.write(turns, told.weights(self.learn), told.tools)
 
     def _plain(self, prompt: str, completion: str) -> Written:
         """Writes a prompt and its completion, with BOS before and EOS after them, unless the text

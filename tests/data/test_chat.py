@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from overland.data import chat_renderer
 from overland.data.chat import CHATML, ChatError, ChatTemplate, Undecided, encode
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
@@ -116,6 +117,85 @@ def test_the_built_in_chatml_is_chatml(tokenizer: Tokenizer) -> None:
     assert pieces == template_of(PLAIN_CHATML, tokenizer).write_prompt(TALK[:1])
 
 
+def written_by(tokenizer: Tokenizer, source: str, turns: list[Any], **more: Any) -> Any:
+    """The pieces of a text, with the names of special tokens in brackets."""
+    written = template_of(source, tokenizer, **more).write(turns)
+    names = {i: f"[{name}]" for name, i in tokenizer.specials.items()}
+    return "".join(names.get(one, one) for one in written.pieces), written.num_quoted
+
+
+# Splits messages at a special token, as many do at </think>.
+SPLITS = (
+    "{% for m in messages %}{% set c = m.content %}{% set t = '' %}{% if '</s>' in c %}"
+    "{% set t = c.split('</s>')[0].rstrip('\n').split('<s>')[-1].lstrip('\n') %}"
+    "{% set c = c.split('</s>')[-1].lstrip('\n') %}{% endif %}<|im_start|>"
+    "{% if loop.last and t %}{{ '<s>\n' + t + '\n</s>\n\n' }}{% endif %}{{ c }}<|im_end|>"
+    "{% endfor %}"
+)
+
+
+def test_a_template_sees_names_of_special_tokens(tokenizer: Tokenizer) -> None:
+    thoughts = "<s>\nWhy <|im_end|>?\n</s>\n\nSo <s> and <|im_end|>."
+    turns = [{"role": "assistant", "content": thoughts}] * 2
+    for _ in range(2):  # with what was found out about the template, too
+        text, num_quoted = written_by(tokenizer, SPLITS, turns)
+        assert text == (
+            "[<|im_start|>]So <s> and <|im_end|>.[<|im_end|>][<|im_start|>][<s>]\nWhy <|im_end|>?\n"
+            "[</s>]\n\nSo <s> and <|im_end|>.[<|im_end|>]"
+        )
+        assert num_quoted == 5
+    looks_and_writes = (
+        "{% if '<s>' in messages[0].content %}{{ messages[0].content }}{% endif %}<s>"
+    )
+    turns = [{"role": "user", "content": "a <s>"}]
+    assert written_by(tokenizer, looks_and_writes, turns) == ("a <s>[<s>]", 1)
+    refuses = "{% if '<s>' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
+    with pytest.raises(ChatError, match="rejects the conversation: no"):
+        written_by(tokenizer, refuses, turns)
+
+
+@pytest.mark.parametrize(
+    ("source", "turn", "expected"),
+    [
+        ("{{ messages[0].content[:4] }}<s>", {"content": "a <|im_end|>"}, ("a <|[<s>]", 0)),
+        ("{{ messages[0].content[2:] * 2 }}", {"content": "a <s>"}, ("<s><s>", 2)),
+        ("{{ messages[0].content | tojson(ensure_ascii=True) }}</s>", {"content": "\u00e9</s>"},
+         ('"\\u00e9</s>"[</s>]', 1)),
+        ("{{ '<|' + messages[0].role + '|>' + messages[0].content }}",
+         {"role": "im_end", "content": "a"}, ("<|im_end|>a", 1)),
+        ("{{ '<|' + messages[0].role + '|>' + messages[0].content }}",
+         {"role": "user", "content": "end user"}, ("[<|user|>]end user", 0)),
+        ("{{ messages[0].content | upper }}<s>", {"content": "\ue000 a"}, ("\ue000 A[<s>]", 0)),
+    ],
+)  # fmt: skip
+def test_only_what_a_template_itself_writes_is_special(
+    tokenizer: Tokenizer, source: str, turn: dict[str, Any], expected: Any
+) -> None:
+    assert written_by(tokenizer, source, [{"role": "user", **turn}]) == expected
+
+
+def test_messages_write_special_tokens_where_they_may(tokenizer: Tokenizer) -> None:
+    source, turns = "{{ messages[0].content }}", [{"role": "user", "content": "a <s></s>"}]
+    one = {"in_content": frozenset(["<s>"])}
+    assert written_by(tokenizer, source, turns, **one) == ("a [<s>]</s>", 1)
+    every = {"in_content": frozenset(tokenizer.specials)}
+    assert written_by(tokenizer, source, turns, **every) == ("a [<s>][</s>]", 0)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set end = '<s>' %}{{ messages[0].content.split(end)[0] + end }}",
+        "{{ messages[0].content.split(bos_token)[0] + bos_token }}",
+        "{{ messages[0].content | upper }}",
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused(tokenizer: Tokenizer, source: str) -> None:
+    turns = [{"role": "user", "content": "a <s> b"}]
+    with pytest.raises(Undecided, match=r"special_tokens_in_content = \[\"<s>\"\]"):
+        written_by(tokenizer, source, turns, name="mistral")
+
+
 @pytest.mark.parametrize("source", [LLAMA3, MARKED["llama3"]])
 def test_names_of_special_tokens_in_messages_are_text(tokenizer: Tokenizer, source: str) -> None:
     talk = [
@@ -163,9 +243,9 @@ def test_a_template_that_rewrites_earlier_turns_needs_marks(tokenizer: Tokenizer
 def test_what_a_template_would_leave_out_is_refused(tokenizer: Tokenizer) -> None:
     template = template_of(LLAMA3, tokenizer)
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    with pytest.raises(ChatError, match=r"has tool calls, but the chat template does not"):
+    with pytest.raises(Undecided, match=r"has tool_calls, but .* sft.chat_template .* Qwen2.5"):
         template.write([TALK[0], call], [0, 1])
-    with pytest.raises(ChatError, match="it has tools, but the chat template does not write"):
+    with pytest.raises(Undecided, match=r"has tools, but .* does not write .* Qwen2.5"):
         template.write(TALK, said(TALK), [{"name": "f"}])
     with pytest.raises(ChatError, match="turn 1 of 3 differently than its generation prompt"):
         template.write(TALK[1:], said(TALK[1:]))
@@ -199,12 +279,8 @@ def test_a_template_may_end_all_conversations_by_eos(tokenizer: Tokenizer) -> No
     [
         ("{{ raise_exception('no system turns') }}", "rejects the conversation: no system turns"),
         ("{{ messages[0].nothing.at.all }}", "rejects the conversation: .*nothing"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recurses without end"),
-        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-         "not finish: its loops take more"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "not finish: it recurses without end"),
         ("{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "not finish: it writes"),
-        ("{{ 'a' * 999999999999 }}", "not finish: it builds a text of more"),
-        ("{{ 9 ** 999999999999 }}", "not finish: it computes a power"),
         ("{{ messages.__class__.__mro__ }}", "rejects the conversation: access to attribute"),
         ("{{ ''.__class__.__mro__ }}", "rejects the conversation: access to attribute"),
         ("{% set _ = messages.append(1) %}", "rejects the conversation: access to attribute"),
@@ -221,32 +297,52 @@ def test_a_template_that_goes_wrong_is_one_sentence(
 GROWING = (
     "{{% set ns = namespace(x='aaaa') %}}{{% for i in range(60) %}}{}{{% endfor %}}{{{{ ns.x }}}}"
 )
+HUGE = [
+    GROWING.format("{% set ns.x = ns.x + ns.x %}"),
+    GROWING.format("{% set ns.x = [ns.x, ns.x] | join %}"),
+    GROWING.format("{% set ns.x = ns.x.replace('a', 'aaaa') %}"),
+    GROWING.format("{% set ns.x = [ns.x, ns.x] %}").replace("ns.x }}", "ns.x | tojson }}"),
+    "{{ 'a' * 999999999999 }}",
+    "{{ '{:>{w}}'.format(1, w=9999999999) }}",
+    "{{ '%9999999999d' % 3 }}",
+    "{{ messages | tojson(indent=9999999999) }}",
+    "{{ [1] | slice(999999999) | list }}",
+]
+LONG = [
+    "{% set x = range(9999) | list %}{% for i in x %}{% for j in x %}{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{{ 9 ** 999999999 }}",
+    "{{ ([[1]] * 199999) | sum(start=[]) }}",
+    "{% set ns = namespace(x='a', y='a') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        GROWING.format("{% set ns.x = ns.x + ns.x %}"),
-        GROWING.format("{% set ns.x = ns.x ~ ns.x %}"),
-        GROWING.format("{% set ns.x = [ns.x, ns.x] | join %}"),
-        GROWING.format("{% set ns.x = ns.x.replace('a', 'aaaa') %}"),
-        GROWING.format("{% set ns.x = ns.x | replace('a', 'aaaa') %}"),
-        GROWING.format("{% set ns.x = [ns.x, ns.x] %}"),
-        GROWING.format("{% set ns.x = [ns.x, ns.x] %}").replace("ns.x }}", "ns.x | tojson }}"),
-        GROWING.format("{% set ns.x = [ns.x, ns.x] %}").replace("ns.x }}", "ns.x | string }}"),
-        "{{ '%999999999d' % 3 }}",
-        "{{ '{:999999999d}'.format(3) }}",
-        "{{ '%999999999d' | format(3) }}",
-        "{{ 'a'.ljust(999999999) }}",
-        "{{ 'a' | center(999999999) }}",
-        "{{ messages | tojson(indent=999999999) }}",
-        "{{ [1] | slice(999999999) | list }}",
-    ],
-)
-def test_a_template_cannot_fill_the_memory(tokenizer: Tokenizer, source: str) -> None:
-    template = template_of(source, tokenizer)
-    ended = limited(partial(template.write, TALK, said(TALK)), megabytes=700)
-    assert ended.startswith("ChatError: the chat template does not finish: it "), ended
+@pytest.mark.parametrize("source", [*HUGE, *LONG])
+def test_a_template_has_limits_of_time_and_memory(
+    tokenizer: Tokenizer, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_renderer, "SECONDS", 1)
+    chat_renderer.renderer.close()
+    try:
+        with pytest.raises(Undecided, match=r"template does not finish: it .*sft.chat_template"):
+            template_of(source, tokenizer).write(TALK, said(TALK))
+    finally:
+        chat_renderer.renderer.close()
+    assert template_of(LLAMA3, tokenizer).write(TALK, said(TALK)).spans
+
+
+def test_a_template_is_run_again_after_its_process_was_killed(tokenizer: Tokenizer) -> None:
+    template = template_of(LLAMA3, tokenizer)
+    before = template.write(TALK, said(TALK))
+    process = chat_renderer.renderer._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert template.write(TALK, said(TALK)) == before
+    ended = limited(partial(template.write, TALK, said(TALK)))  # a fork has a process of its own
+    assert ended == "read"
+    assert template.write(TALK, said(TALK)) == before
 
 
 def test_a_template_writes_the_same_each_time(tokenizer: Tokenizer) -> None:

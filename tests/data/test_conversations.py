@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from overland.data.chat import ChatError, Undecided
-from overland.data.conversations import Columns, Conversation, conversation, pair, recognize
+from overland.data.conversations import (
+    Columns,
+    Conversation,
+    conversation,
+    joined,
+    pair,
+    prompts_are,
+    recognize,
+    renamed_roles,
+)
 from overland.errors import DataError
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -119,6 +128,81 @@ def test_pairs_share_their_prompt() -> None:
     assert (one.texts, two.texts) == (("a", "b"), ("a", "c"))
 
 
+SYSTEM, OTHER = {"role": "system", "content": "Be kind"}, {"role": "assistant", "content": "Bye"}
+LATER = [USER, BOT, {"role": "user", "content": "Why?"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "num_given", "where"),
+    [
+        ({"prompt": "Hi", "chosen": [SYSTEM, *TURNS], "rejected": [SYSTEM, USER, OTHER]}, 2,
+         "the turns that both begin with"),
+        ({"prompt": [USER], "chosen": [SYSTEM, *TURNS], "rejected": [SYSTEM, USER, OTHER]}, 2,
+         "the turns that both begin with"),
+        ({"prompt": "Hi ", "chosen": [*LATER, BOT], "rejected": [*LATER, OTHER]}, 3,
+         "the turns that both begin with"),
+        ({"chosen": [*LATER, BOT], "rejected": [USER, OTHER, *LATER[2:], BOT]}, 1,
+         "the turns that both begin with"),
+        ({"chosen": TURNS, "rejected": TURNS}, 1, "the turns that both begin with"),
+        ({"prompt": "Hi", "chosen": [BOT], "rejected": [OTHER]}, 1, "column prompt"),
+        ({"prompt": [SYSTEM], "chosen": TURNS, "rejected": [USER, OTHER]}, 1, "column prompt"),
+        ({"prompt": [SYSTEM, USER], "system": "No", "chosen": [BOT], "rejected": [OTHER]}, 2,
+         "column prompt"),
+    ],
+)  # fmt: skip
+def test_the_prompt_of_a_pair_is_the_same_for_both_and_written_once(
+    record: dict[str, Any], num_given: int, where: str
+) -> None:
+    columns = recognize("file", [record], pairs=True)
+    one, two = pair(record, columns)
+    assert one.num_given == two.num_given == num_given
+    assert one.turns[:num_given] == two.turns[:num_given]
+    assert [turn["content"] for turn in one.turns].count("Hi") == 1
+    assert one.turns[-1] == record["chosen"][-1]
+    assert two.turns[-1] == record["rejected"][-1]
+    assert prompts_are([{}, record], columns) == where
+
+
+def test_the_prompt_of_two_texts_is_what_they_begin_with() -> None:
+    """As in TRL: characters, without a space at the end."""
+    start = "\n\nHuman: Hi\n\nAssistant:"
+    for one, two, size in (
+        (f"{start} Yes.", f"{start} No.", len(start)),
+        (f"{start} It is", f"{start} It was", len(start) + 3),
+        (f"{start} It i", f"{start} It was", len(start) + 3),
+        ("ab", "abc", 1),
+    ):
+        record = {"chosen": one, "rejected": two}
+        columns = recognize("file", [record], pairs=True)
+        chosen, rejected = pair(record, columns)
+        assert chosen.texts == (one[:size], one[size:])
+        assert rejected.texts == (two[:size], two[size:])
+        assert prompts_are([record], columns) == "the text that both begin with"
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"chosen": "a b", "rejected": "c d"}, "different text, so there is no prompt: add a col"),
+        ({"chosen": [BOT], "rejected": [OTHER]}, "different turns, so there is no prompt"),
+        ({"chosen": [USER, BOT], "rejected": [SYSTEM, USER, BOT]}, "different turns"),
+        (
+            {"prompt": "Who?", "chosen": TURNS, "rejected": [USER, OTHER]},
+            "whole conversations.*pro",
+        ),
+    ],
+)
+def test_a_pair_without_a_prompt_is_refused(record: dict[str, Any], words: str) -> None:
+    with pytest.raises(ChatError, match=words):
+        pair(record, recognize("file", [record], pairs=True))
+
+
+def test_a_completion_may_repeat_its_prompt() -> None:
+    record = {"prompt": "Hi", "completion": [SYSTEM, *TURNS]}
+    assert told(record).turns == (SYSTEM, *TURNS)
+    assert told(record).num_given == 2
+
+
 def test_turns_say_how_much_they_count() -> None:
     flagged = [USER, {**BOT, "weight": 0}, USER, {**BOT, "train": True}, USER, BOT]
     found = told({"messages": flagged})
@@ -163,16 +247,35 @@ def test_an_answer_may_be_a_list_in_json() -> None:
     assert told({"prompt": "Hi", "completion": json.dumps([BOT])}).turns == (USER, BOT)
 
 
-def test_parts_of_text_are_one() -> None:
+def test_a_template_gets_turns_as_they_are() -> None:
+    """Parts, nulls and roles; only ShareGPT has other names for them."""
     parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
-    assert told({"messages": [USER, {**BOT, "content": parts}]}).turns[1] == BOT
-
-
-def test_a_call_of_a_tool_needs_no_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    found = told({"messages": [USER, call, {"role": "function", "content": "4"}, BOT]})
-    assert "content" not in found.turns[1]
-    assert [turn["role"] for turn in found.turns] == ["user", "assistant", "tool", "assistant"]
+    others = [
+        {"role": "observation", "content": "4", "name": None},
+        {"role": "Assistant", "content": parts},
+        {"role": "model", "content": ["He", "llo"]},
+        {"role": "function", "content": "x"},
+    ]
+    turns = [USER, call, *others]
+    assert list(told({"messages": turns}).turns) == turns
+    assert told({"prompt": [USER], "completion": turns[1:]}).turns[1:] == tuple(turns[1:])
+    assert joined(turns)[3:5] == [
+        {"role": "Assistant", "content": "Hello"},
+        {"role": "model", "content": "Hello"},
+    ]
+    assert joined(turns)[:3] == turns[:3]
+    renamed = told({"messages": turns}, wanted="sharegpt")
+    assert [turn["role"] for turn in renamed.turns[2:]] == [
+        "tool",
+        "assistant",
+        "assistant",
+        "tool",
+    ]
+    columns = Columns("messages", "messages")
+    assert renamed_roles([{"messages": turns}], columns) == {}
+    columns = recognize("file", [{"messages": SHAREGPT}])
+    assert renamed_roles([{"messages": SHAREGPT}], columns) == {"human": "user", "gpt": "assistant"}
 
 
 @pytest.mark.parametrize(

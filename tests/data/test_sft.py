@@ -186,6 +186,105 @@ def test_what_a_template_leaves_out_of_turns_is_said(tmp_path: Path, tokenizer: 
     assert "turns also" not in "".join(opened(job(tmp_path, tokenizer, path, sft=sft)).notes)
 
 
+def test_a_template_asks_for_content_that_is_null(tmp_path: Path, tokenizer: Path) -> None:
+    """In every format: a table also gives nulls to turns and arguments that have no such field."""
+    template = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.content is none %}"
+        "{{ m.tool_calls | tojson }}{% endif %}{% else %}{{ m.content }}{% endif %}<|eot_id|>"
+        "{% endfor %}"
+    )
+    (tmp_path / "t.jinja").write_text(template)
+    calls = [{"function": {"name": "f", "arguments": {name: 1}}} for name in "ab"]
+    call = {"role": "assistant", "content": None, "tool_calls": calls}
+    record = {"messages": [talk(0)[0], call, {"role": "assistant", "content": "4"}]}
+    sft = {"chat_template": str(tmp_path / "t.jinja")}
+    for form in ("jsonl", "csv", "mds", "parquet", "arrow"):
+        path = write_as(form, tmp_path / form, [record])
+        (text,) = learned(opened(job(tmp_path, tokenizer, path, sft=sft)))
+        assert text == f"{json.dumps(calls)}<|eot_id|>4<|eot_id|>", form
+
+
+def test_names_of_special_tokens_in_messages_are_text_and_counted(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    turns = [talk(0)[0], {"role": "assistant", "content": "a <|eot_id|> b"}]
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": talk(0)}, {"messages": turns}])
+
+    def ends(**sft: Any) -> tuple[int, list[int]]:
+        source = opened(job(tmp_path, tokenizer, path, sft=sft))
+        (_, (ids, _)) = samples(source)
+        assert all("special_tokens_in_content" in what for what in source.counts)
+        return ids.count(source.tokenizer.specials["<|eot_id|>"]), list(source.counts.values())
+
+    assert ends() == (2, [1])
+    assert ends(special_tokens_in_content=True) == (3, [])
+    assert ends(special_tokens_in_content=["<|eot_id|>"]) == (3, [])
+    assert ends(special_tokens_in_content=["<s>"]) == (2, [1])
+    with pytest.raises(DataError, match="special_tokens_in_content: '<think>' is not a special"):
+        ends(special_tokens_in_content=["<think>"])
+
+
+LISTS = (
+    "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}<|eot_id|>"
+    "{% endfor %}"
+)
+
+
+def test_what_is_changed_of_turns_is_said(tmp_path: Path, tokenizer: Path) -> None:
+    parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+    turns = [{"role": role, "content": parts} for role in ("user", "assistant")]
+    path = write_lines(tmp_path / "parts.jsonl", [{"messages": turns}])
+    source = opened(job(tmp_path, tokenizer, path))
+    assert learned(source) == ["AB<|eot_id|>"]
+    assert any("lists of texts, which are joined" in note for note in source.notes)
+    (tmp_path / "lists.jinja").write_text(LISTS)
+    source = opened(
+        job(tmp_path, tokenizer, path, sft={"chat_template": f"{tmp_path}/lists.jinja"})
+    )
+    assert learned(source) == ["A|B|<|eot_id|>"]
+    assert not any("joined" in note for note in source.notes)
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "A"}]
+    path = write_lines(tmp_path / "s.jsonl", [{"conversations": turns}])
+    notes = opened(job(tmp_path, tokenizer, path)).notes
+    assert any("human is user and gpt is assistant" in note for note in notes)
+
+
+def test_roles_are_as_in_the_data(tmp_path: Path, tokenizer: Path) -> None:
+    turns = [{"role": "human", "content": "a"}, {"role": "gpt", "content": "A"}]
+    path = write_lines(tmp_path / "r.jsonl", [{"messages": turns}])
+    with pytest.raises(DataError, match=r"they are human and gpt .* sft.shape = .sharegpt"):
+        samples(opened(job(tmp_path, tokenizer, path)))
+    source = opened(job(tmp_path, tokenizer, path, sft={"shape": "sharegpt"}))
+    assert learned(source) == ["A<|eot_id|>"]
+
+
+def test_a_header_that_is_learned_is_said(tmp_path: Path, tokenizer: Path, talks: Path) -> None:
+    plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|eot_id|>' }}{% endfor %}"
+    asks = plain + "{% if add_generation_prompt %}assistant: {% endif %}"
+    marked = plain.replace("{{ m.r", "{% generation %}{{ m.r").replace(
+        "{% endfor", "{% endgeneration %}{% endfor"
+    )
+    for source, is_said in ((plain, True), (asks, False), (marked, False), (LLAMA3, False)):
+        (tmp_path / "t.jinja").write_text(source)
+        sft = {"chat_template": f"{tmp_path}/t.jinja"}
+        notes = "".join(opened(job(tmp_path, tokenizer, talks, sft=sft)).notes)
+        assert ("'assistant:' before each answer is learned" in notes) == is_said
+
+
+def test_what_the_prompt_of_pairs_is_is_said(tmp_path: Path, tokenizer: Path) -> None:
+    texts = {"chosen": "\n\nHuman: Hi\n\nAssistant: A", "rejected": "\n\nHuman: Hi\n\nAssistant: B"}
+    for record, where in (
+        (texts, "the text that both begin with"),
+        ({"prompt": "Hi", "chosen": "A", "rejected": "B"}, "column prompt"),
+    ):
+        path = write_lines(tmp_path / "p.jsonl", [record])
+        config = job(tmp_path, tokenizer, path, preference={"loss": "dpo"})
+        source = opened(config)
+        assert f"the prompt of chosen and rejected is {where}" in source.notes
+        assert learned(source) == [f"{'A' if where[0] == 'c' else ' A'}<|eot_id|>"
+                                   f"{'B' if where[0] == 'c' else ' B'}<|eot_id|>"]  # fmt: skip
+
+
 def test_turns_as_prompt_and_completion_are_said_to_be_written_by_the_template(
     tmp_path: Path, tokenizer: Path
 ) -> None:
@@ -484,6 +583,9 @@ CHANGES = {
     "sft.template_options is": {"sft": {"template_options": {"thinking": True}}},
     "sft.skip_unlearned is True and was False": {"sft": {"skip_unlearned": True}},
     "sft.parse_specials is True and was None": {"sft": {"parse_specials": True}},
+    r"sft.special_tokens_in_content is \['<s>'\] and was": {
+        "sft": {"special_tokens_in_content": ["<s>"]}
+    },
 }
 
 

@@ -275,9 +275,11 @@ def _documents(
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drops null fields: a table gives every struct all fields, with null for missing ones."""
+    """Drops null fields: a table gives every struct all fields, with null for missing ones. Null
+    content stays: chat templates ask for it in calls of tools."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        kept = {k: item for k, item in value.items() if item is not None or k == "content"}
+        return {key: _without_nulls(item) for key, item in kept.items()}
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
