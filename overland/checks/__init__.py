@@ -16,7 +16,7 @@ from overland.config.derived import smallest_world
 from overland.config.errors import ConfigError, Problem, ProblemKind
 from overland.config.load import Loaded, in_order, load_config
 from overland.config.schema import JobConfig
-from overland.world.devices import num_local_ranks
+from overland.world import devices
 
 __all__ = ["check_config", "check_sizes", "load_checked", "require"]
 
@@ -121,7 +121,7 @@ def devices_for(loaded: Loaded) -> tuple[int, Problem | None]:
     """Returns the number of devices to describe a config for: as many as `overland train` would use
     on this machine, or, for a config that does not fit them (with the reason), the fewest that its
     degrees fit on."""
-    here = num_local_ranks()
+    here = devices.num_local_ranks()
     problems = [problem for problem in check_sizes(loaded, here) if problem.kind != "note"]
     return (smallest_world(loaded.config.parallelism), problems[0]) if problems else (here, None)
 
