@@ -52,6 +52,8 @@ def tiny_job(folder: Path, **sections: dict[str, Any]) -> JobConfig:
     }
     for section, values in sections.items():
         settings.setdefault(section, {}).update(values)
+    if settings["training"].get("dataset_path") is not None:
+        del settings["training"]["dataset"]
     return JobConfig.model_validate(settings)
 
 

@@ -176,6 +176,8 @@ def check_folder(loaded: Loaded) -> Iterator[Problem]:
         for name in names:
             old = getattr(getattr(earlier, section), name, None)
             new = getattr(getattr(config, section), name, None)
+            if name == "dataset" and config.training.dataset_path is not None:
+                continue  # which names the data instead
             if old != new:
                 message = (
                     f"has a run with another {section}.{name} ({old}, now {new}); use `--resume "

@@ -92,6 +92,8 @@ def check_units(loaded: Loaded) -> Iterator[Problem]:
         value, also = getattr(values, name), getattr(values, other.partition(".")[2])
         if value is None or not (loaded.is_set(other) or also != all_keys()[other].default):
             continue
+        if name == "dataset_path" and also == loaded.config.images.if_missing:
+            continue  # "random", as runs of the training stub recorded it
         message = f"{other} is set too ({loaded.where(other)}): remove one of them"
         kind: ProblemKind = "invalid"
         if name == "dataset_path" and isinstance(also, str) and also in C4:

@@ -262,7 +262,6 @@ def last_validation(folder: Path, num_ranks: str, *settings: str) -> tuple[float
         "training.global_batch_size=8",
         "validation.freq=3",
         "training.local_batch_size=4",
-        "validation.local_batch_size=8",
         "validation.steps=1",
     ]
     output = overland("train", "quickstart", *words, *settings, cwd=folder, NGPU=num_ranks).stdout

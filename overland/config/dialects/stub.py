@@ -124,6 +124,8 @@ def translate_stub(entries: Entries, shown: str, above: Entries) -> Translated:
     _accumulation(draft, entries, above)
     _from_scratch(draft, entries, above)
     _folder(draft, entries)
+    if ("training", "dataset_path") in draft.entries:
+        del draft.entries["training", "dataset"]  # images.if_missing says what replaces the list
     return draft.finish(about)
 
 
