@@ -140,8 +140,9 @@ class Training(Section):
     dataset_path: PathText | None = None
     """File or folder to train on, of any format, instead of a named dataset."""
     column: str | None = None
-    """Column that holds the documents, such as text or files[].text; default: text, tokens,
-    input_ids or content, or the only column."""
+    """Column that holds the documents, such as text, files[].text (each item is a document) or
+    files[+].text (the items are joined); default: text, tokens, input_ids or content, or the only
+    column."""
     subset: str | None = None
     """Subset (config) of a dataset folder."""
     split: str | None = None

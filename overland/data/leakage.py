@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 from overland.config.schema import DataSource, JobConfig, Validation
@@ -89,6 +89,34 @@ def foreign_validation(config: JobConfig) -> str | None:
         ": set data.holdout = 0.01 to hold out a share of the training data, or set "
         "validation.dataset_path"
     )
+
+
+def same_data(sources: Mapping[str, Source | Path], wanted: Mapping[str, DataSource]) -> list[str]:
+    """Returns a note for each training source that has the same files, or copies of them, as an
+    earlier one, and reads the same column. A built corpus is given by its folder."""
+    notes: list[str] = []
+    seen: dict[tuple[str | None, tuple[int, ...]], list[str]] = defaultdict(list)
+    for name, source in sources.items():
+        sizes = tuple(sorted(_sizes(source)))
+        if not sizes:
+            continue
+        for other in seen[wanted[name].column, sizes]:
+            shared = sum(size for _, size in _of_the_same_bytes(source, sources[other]))
+            if shared == sum(sizes):
+                notes.append(
+                    f"{name} has the same data as {other}, so it is read under both names: remove "
+                    "one of them from data.sources, and give the other the weight of both"
+                )
+                break
+        else:
+            seen[wanted[name].column, sizes].append(name)
+    return notes
+
+
+def _sizes(source: Source | Path) -> list[int]:
+    if isinstance(source, Path):
+        return [mark.size for mark in _marks(source)]
+    return [path.stat().st_size for path in _paths(source)]
 
 
 def _refuse_twice(config: JobConfig) -> None:
@@ -220,9 +248,7 @@ def _by_size(marks: list[FileMark]) -> dict[int, list[FileMark]]:
 
 
 def _num_bytes(source: Source | Path) -> int:
-    if isinstance(source, Path):
-        return sum(mark.size for mark in _marks(source))
-    return sum(path.stat().st_size for path in _paths(source))
+    return sum(_sizes(source))
 
 
 def _paths(source: Source | Path) -> list[Path]:

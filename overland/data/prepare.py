@@ -28,7 +28,7 @@ from overland.data.corpus import Corpus
 from overland.data.corpus_folder import is_corpus, read_layout, source_changes
 from overland.data.holdout import share_for_new, share_of, without_held_out
 from overland.data.layout import SHARD_DOCUMENTS
-from overland.data.leakage import check_held_out
+from overland.data.leakage import check_held_out, same_data
 from overland.data.plan import (
     ChangedSource,
     Plan,
@@ -203,6 +203,10 @@ def training_data(
     )
     if one_kind(corpora) is not None:
         segment = segment.for_samples()
+    if len(wanted) > 1:
+        folders = {name: corpus.folder for name, corpus in _of_documents(corpora).items()}
+        for note in preparer.once(partial(same_data, folders, wanted)):
+            preparer.report(f"note: {note}")
     shares = _holdout(data, corpora, preparer)
     planned = {
         name: PlannedSource(corpora[name].fingerprint, source.max_epochs, shares.get(name, 0.0))

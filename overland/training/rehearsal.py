@@ -45,7 +45,7 @@ from overland.data.corpus_folder import is_corpus
 from overland.data.holdout import check_countable, check_fewer, require_both_sides
 from overland.data.images import RandomImages
 from overland.data.layout import count_shards, sketch
-from overland.data.leakage import check_held_out
+from overland.data.leakage import check_held_out, same_data
 from overland.data.plan import Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of
 from overland.data.registry import (
@@ -61,6 +61,7 @@ from overland.data.registry import (
 )
 from overland.data.sampler import NoDocuments
 from overland.data.shard_maker import ShardMaker
+from overland.data.sources import Source
 from overland.data.sources.array_list import ArrayList
 from overland.data.tokenizer import SMALLEST, Tokenizer
 from overland.data.tokenizer_choice import (
@@ -134,6 +135,8 @@ class Rehearsal:
     """Sources that hold token ids, on which no tokenizer is trained."""
     documents: dict[str, int] = field(default_factory=dict)
     """The number of documents in each source for which it is known."""
+    opened: dict[str, Source | Path] = field(default_factory=dict)
+    """The training sources, and the folders of built ones."""
     counts_documents: bool = False
     """Whether data.holdout is a number of documents, which the run has yet to choose."""
     taken: SampleFields | None = None
@@ -194,6 +197,9 @@ class Rehearsal:
                 built |= {name: corpus} if corpus is not None else {}
             if registry.is_made(name, source):
                 self.tokens.add(name)
+        with self.told("data.sources"):
+            notes = same_data(self.opened, wanted) if len(wanted) > 1 else []
+            self.problems += [Problem(note, kind="note") for note in notes]
         with self.told("data.holdout"):
             self.both_sides([name for name in wanted if not registry.is_made(name, wanted[name])])
         with self.told("data"):
@@ -273,8 +279,11 @@ class Rehearsal:
             sizes = corpus.sizes()
             if sizes is not None and not is_validation(table):
                 self.documents[name] = int(sizes[:, 0].sum())
+                self.opened[name] = folder
             return corpus
         source = open_wanted(self.loaded.config, table, name, wanted)
+        if not is_validation(table):
+            self.opened[name] = source
         self.fits(name, held_by(name, source))
         if isinstance(source, ArrayList):
             self.images(table, name, source)

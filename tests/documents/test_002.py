@@ -152,8 +152,8 @@ def test_every_source_has_a_line_that_fetches_it_and_all_six_are_trained_on(
         words = shlex.split(typed_line)
         overland(*words, cwd=tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
     assert not list(tmp_path.rglob("finemath-4plus"))
-    # Stack v2's ids hold no text, which is said; with its text, each file is a document.
-    column = ["--column", "files[].text"]
+    # Stack v2's ids hold no text, which is said; with its text, each repository is a document.
+    column = ["--column", "files[+].text"]
     refused = overland("data", "inspect", "data/stack_v2_ids", *column, cwd=tmp_path, code=2)
     assert "files[].text" in refused.stderr
     assert "blob_id" in refused.stderr
@@ -161,7 +161,7 @@ def test_every_source_has_a_line_that_fetches_it_and_all_six_are_trained_on(
     (tmp_path / "data/stack_v2_smol").mkdir()
     (tmp_path / "data/stack_v2_smol/train.parquet").write_bytes(parquet(files=nested))
     told = overland("data", "inspect", "data/stack_v2_smol", *column, "--json", cwd=tmp_path)
-    assert json.loads(told.stdout)["documents"] == 60
+    assert json.loads(told.stdout)["documents"] == 30
     write_tokenizer(tmp_path / "assets/hf/Llama-3.1-8B", **ROLES["llama3"])
     overland("train", "llama3_8b_frontier", *SMALL, cwd=tmp_path, NGPU="1")
     run = tmp_path / "runs/llama3_8b_frontier"

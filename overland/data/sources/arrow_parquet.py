@@ -6,9 +6,11 @@ stream, the format in which `datasets` keeps `save_to_disk` folders and its cach
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,12 @@ from overland.data.sources.columns import (
     Column,
     Place,
     Step,
+    check_joinable,
     choose_column,
     column_name,
+    joined,
     no_column,
+    split_joined,
     values_at,
 )
 from overland.data.sources.compression import reading
@@ -57,6 +62,7 @@ class _Table(FileSource):
     ) -> None:
         super().__init__(root, files, skip_bad)
         self._rows: dict[str, list[int] | None] = {}
+        named, (column, self._joins) = column, split_joined(column)
         for file in self.files:
             columns, self._rows[file] = self._look(root / file)
             if self.column is None:
@@ -71,6 +77,9 @@ class _Table(FileSource):
                 raise DataError(f"{root / file} has different columns than {root / files[0]}")
         if all(rows is not None and not sum(rows) for rows in self._rows.values()):
             raise DataError(f"{root / files[0]} is empty: it has no rows")
+        if self._joins:
+            check_joinable(self.place, named, self.kind)
+            self.column = named
 
     def chunks(self) -> list[str]:
         return [
@@ -90,7 +99,12 @@ class _Table(FileSource):
         first = sum((self._rows[file] or [])[: group or 0])
         with _reading_arrow(path):
             for array in self._arrays(path, group):
-                yield from _documents(array, self._path, self.kind, path, first, self.bad)
+                found = _documents(array, self._path, self.kind, path, first, self.bad)
+                if self._joins:
+                    for _, of_row in itertools.groupby(found, key=itemgetter(0)):
+                        yield joined(str(document) for _, document in of_row)
+                else:
+                    yield from (document for _, document in found)
                 first += len(array)
 
     def _look(self, path: Path) -> tuple[dict[str, Column], list[int] | None]:
@@ -244,9 +258,9 @@ def _examples_of(table: Any, columns: Mapping[str, Column]) -> dict[str, Any]:
 
 def _documents(
     array: Any, place: Place, kind: Kind, path: Path, first: int, bad: Bad
-) -> Iterator[Document]:
-    """Yields the documents of a column, or of the values at `place` in it; `first` is the number of
-    its first row.
+) -> Iterator[tuple[int, Document]]:
+    """Yields the documents of a column, or of the values at `place` in it, each with the number of
+    its row; `first` is the number of the first row.
 
     Arrow trusts the lengths and offsets in a file and reads wherever they point, so they are
     validated before they are used.
@@ -255,7 +269,7 @@ def _documents(
     if kind == "records":
         array.validate(full=True)
         for number, row in enumerate(array, start=first):
-            yield Located(_without_nulls(row.as_py()), f"{path}: row {number}")
+            yield number, Located(_without_nulls(row.as_py()), f"{path}: row {number}")
         return
     rows = np.arange(first, first + len(array))
     for step in place[1:]:
@@ -271,7 +285,7 @@ def _documents(
         else:
             document = token_ids(value.to_numpy(zero_copy_only=False), where, bad)
         if document is not None:
-            yield document
+            yield row, document
 
 
 def _without_nulls(value: Any) -> Any:

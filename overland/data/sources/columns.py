@@ -1,7 +1,8 @@
 """Which column holds the documents, and how its values are found in a record.
 
 A column is named by its path: `text`, `meta.text` (a field of an object), `files[].text` (a field
-of every object in a list, each of which is a document). If none is requested, a column with a usual
+of every object in a list, each of which is a document), `files[+].text` (the same, joined into one
+document per record). If none is requested, a column with a usual
 name or the only column is used; otherwise the error lists the columns, with an example of each.
 """
 
@@ -18,6 +19,7 @@ from overland.words import any_of, nearest_name
 
 # If a corpus has several columns and none is requested, the first of these that it has is used.
 USUAL_NAMES = ("text", "tokens", "input_ids", "content")
+JOINED = "[+]"
 WHOLE = "*"  # requested as a column, it makes each whole record a document
 LISTED = 24  # most columns that a message shows
 EXAMPLE_CHARACTERS = 32
@@ -54,6 +56,23 @@ RECORD = Column("record", (), "records")
 def column_name(place: Place) -> str:
     """Returns `files[].text` for ("files", None, "text")."""
     return "".join("[]" if step is None else f".{step}" for step in place).removeprefix(".")
+
+
+def split_joined(column: str | None) -> tuple[str | None, bool]:
+    """Returns `files[].text` and True for `files[+].text`."""
+    if column is None or JOINED not in column:
+        return column, False
+    return column.replace(JOINED, "[]"), True
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Joins the texts of a record, each after an empty line."""
+    return "".join(f"\n\n{text}" for text in texts)
+
+
+def check_joinable(where: object, column: str | None, kind: Kind | None) -> None:
+    if kind == "tokens":
+        raise DataError(f"{where}: {column} has token ids, and only text can be joined")
 
 
 def choose_column(

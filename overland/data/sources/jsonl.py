@@ -31,10 +31,13 @@ from overland.data.sources.columns import (
     WHOLE,
     Place,
     Sample,
+    check_joinable,
     choose_column,
     column_name,
+    joined,
     kind_of_value,
     nearest_hint,
+    split_joined,
     values_at,
 )
 from overland.data.sources.compression import (
@@ -79,6 +82,7 @@ class JsonLines(FileSource):
     ) -> None:
         super().__init__(root, files, skip_bad)
         sample = sample_lines(root, files)
+        named, (column, self._joins) = column, split_joined(column)
         columns = sample.columns(column)
         self.columns = {name: column.type for name, column in columns.items()}
         # Without a single good line there is nothing to choose from; reading will report why.
@@ -89,6 +93,9 @@ class JsonLines(FileSource):
         chosen = RECORD if self.column == WHOLE else columns.get(self.column or "")
         self.kind = (chosen.kind if chosen else None) or "text"
         self._path = chosen.place if chosen else (self.column or "text",)
+        if self._joins:
+            check_joinable(self.place, named, self.kind)
+            self.column = named
         self._line_bytes = sample.num_bytes / max(sample.num_lines, 1)
 
     def chunks(self) -> list[str]:
@@ -108,11 +115,11 @@ class JsonLines(FileSource):
 
     def read(self, chunk: str) -> Iterator[Document]:
         file, part = split_lines(chunk, self.names)
-        return read_lines(self.root / file, part, self._path, self.kind, self.bad)
+        return read_lines(self.root / file, part, self._path, self.kind, self.bad, self._joins)
 
 
 def read_lines(
-    path: Path, part: LineRange, column: Place, kind: Kind, bad: Bad
+    path: Path, part: LineRange, column: Place, kind: Kind, bad: Bad, joins: bool = False
 ) -> Iterator[Document]:
     for line, start, place in read_part(path, part):
         is_too_long = len(line) > LONGEST_LINE
@@ -126,13 +133,19 @@ def read_lines(
         except _Unusable as error:
             bad(f"{where()}: {error}")
             continue
+        texts: list[str] = []
         for value in values_at(record, column):
             try:
                 document = _document(value, column, kind, record, text)
             except _Unusable as error:
                 bad(f"{where()}: {error}")
+                continue
+            if joins:
+                texts.append(str(document))
             else:
                 yield Located(document, where) if isinstance(document, dict) else document
+        if texts:
+            yield joined(texts)
 
 
 class _Unusable(Exception):

@@ -86,6 +86,11 @@ def test_nested_text_is_read_by_its_path(tmp_path: Path, name: str) -> None:
     del expected[expected.index("6 1") + 1]
     with pytest.raises(DataError, match=rf"{name}: row 5: the list of documents is null"):
         read_all(open_source(tmp_path, column="files[].text"))
+    joined = open_source(tmp_path, column="files[+].text", skip_bad=True)
+    rows = [[f"{row} {i}" for i in range(row % 4)] for row in range(25)]
+    rows[5], rows[6] = [], ["6 1"]
+    assert read_all(joined) == ["".join(f"\n\n{one}" for one in row) for row in rows if row]
+    assert joined.column == "files[+].text"
     source = open_source(tmp_path, column="files[].text", skip_bad=True)
     assert source.columns["files[].text"] == "string"
     assert read_all(source) == expected

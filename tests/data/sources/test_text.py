@@ -237,6 +237,8 @@ def test_nested_text_of_json_lines(tmp_path: Path) -> None:
     source = open_source(tmp_path, column="files[].text", skip_bad=True)
     assert read_all(source) == ["1a", "1b", "4b", "5a"]
     assert source.num_bad == 2
+    joined = open_source(tmp_path, column="files[+].text", skip_bad=True)
+    assert read_all(joined) == ["\n\n1a\n\n1b", "\n\n4b", "\n\n5a"]
     assert read_all(open_source(tmp_path, column="meta.lead", skip_bad=True)) == ["in"]
 
 
