@@ -229,6 +229,25 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError(TOO_DEEP) from None
 
 
+CHECKSUMS = "checksums.json"  # next to weights that we exported
+
+
+def checksums_of(path: Path) -> dict[str, int] | None:
+    """Returns the CRC-32 of each tensor of an exported file of weights, and of its header under an
+    empty name; None if there are none. Raises ValueError if they are damaged."""
+    beside = path.parent / CHECKSUMS
+    try:
+        sums = read_json(beside).get(path.name)
+        return None if sums is None else {str(name): int(one) for name, one in sums.items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{beside} is damaged ({what_is_wrong(error)}), so the weights next to it cannot be "
+            "verified; delete it to use them all the same"
+        ) from None
+
+
 # A dotted key with this many parts. Each would cost the parser as much as all before it together:
 # 40 kB of a.a.a took 18 s and 3.3 GB.
 _PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""

@@ -7,6 +7,7 @@ with `overland.checkpoint.formats.hf`, which also writes them.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from overland.errors import ModelError
-from overland.files import read_json, what_is_wrong
+from overland.files import CHECKSUMS, checksums_of, read_json, what_is_wrong
 from overland.kernels.nf4 import pack
 from overland.models.flops import Shapes, describes_itself, outline_of
 from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
@@ -77,6 +78,7 @@ def load_hf(
     for file in dict.fromkeys(file_of[source[name]] for name in wanted):
         names = [name for name in wanted if file_of[source[name]] == file]
         with _open(folder / file) as tensors, torch.no_grad():
+            sums = _checksums(folder / file)
             for name in names:
                 for num_bytes in _read(
                     tensors,
@@ -86,6 +88,7 @@ def load_hf(
                     folder / file,
                     new_rows if name in vocabulary else None,
                     narrow.get(name),
+                    sums.get(source[name]),
                 ):
                     moved(num_bytes)
 
@@ -156,9 +159,11 @@ def _read(
     file: Path,
     new_rows: NewRows | None = None,
     narrow: int | None = None,
+    crc32: int | None = None,
 ) -> Iterator[int]:
     """Fills a parameter, some rows at a time; yields the number of bytes read. For a parameter
-    stored in 4 bits, `narrow` is its number of columns."""
+    stored in 4 bits, `narrow` is its number of columns. A known checksum is verified if the whole
+    tensor is read."""
     target, offsets, full_shape = local_part(parameter)
     if narrow is not None:
         full_shape = (full_shape[0], narrow)
@@ -183,18 +188,29 @@ def _read(
     ends = (offset + size for offset, size in zip(offsets, target.shape, strict=True))
     rows, *columns = (slice(a, b) for a, b in zip(offsets, ends, strict=True))
     there = target[: max(0, shape[0] - rows.start)]
+    is_whole = len(there) == shape[0] and (narrow is not None or target.shape[1:] == shape[1:])
+    found = 0
     for part in (
         there.split(max(1, READ_BYTES * len(target) // target.nbytes)) if len(there) else ()
     ):
         stop = rows.start + len(part)
-        if narrow is not None:
-            part.copy_(pack(stored[rows.start : stop].to(part.device)))
-        else:
-            part.copy_(stored[(slice(rows.start, stop), *columns)])
+        read = stored[(slice(rows.start, stop), *(columns if narrow is None else ()))]
+        if is_whole and crc32 is not None:
+            found = zlib.crc32(read.reshape(-1).view(torch.uint8).numpy(), found)
+        part.copy_(read if narrow is None else pack(read.to(part.device)))
         rows = slice(stop, rows.stop)
         yield part.nbytes
+    if is_whole and crc32 is not None and found != crc32:
+        raise ModelError(f"{file} is damaged: {source} does not match {CHECKSUMS} next to it")
     if new_rows is not None:
         new_rows.fill(target, offsets[0], shape[0], lambda a, b: stored[(slice(a, b), *columns)])
+
+
+def _checksums(path: Path) -> dict[str, int]:
+    try:
+        return checksums_of(path) or {}
+    except ValueError as error:
+        raise ModelError(str(error)) from None
 
 
 @contextmanager

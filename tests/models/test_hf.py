@@ -104,6 +104,20 @@ def test_weights_are_cast_to_the_parameters_type(tmp_path: Path) -> None:
         assert torch.equal(a, b.to(torch.bfloat16)), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_flipped_byte_of_an_export_is_found(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = tiny()
+    file = save(model, tmp_path / "out", dtype) / "model.safetensors"
+    load_hf(build_model(model.config), file.parent)
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged: .* checksums\.json"):
+        load_hf(build_model(model.config), file.parent)
+    (file.parent / "checksums.json").unlink()
+    load_hf(build_model(model.config), file.parent)
+
+
 def test_a_stage_reads_only_its_slices(tmp_path: Path) -> None:
     model = tiny(hf("llama", tie_word_embeddings=True))
     save(model, tmp_path / "out", max_shard_bytes=10_000)

@@ -26,11 +26,10 @@ from overland.checkpoint.formats.checkpoint import (
 )
 from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Stored, counter, memory
 from overland.errors import CheckpointError
-from overland.files import new_file, read_json, what_is_wrong
+from overland.files import CHECKSUMS, checksums_of, new_file, what_is_wrong
 
 # The limit of the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
-CHECKSUMS = "checksums.json"
 
 Checksums = dict[str, dict[str, int]]
 """Of each file: CRC-32 by the name of a tensor; the header's under an empty name."""
@@ -75,20 +74,10 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
 
 
 def _checksums(path: Path) -> dict[str, int] | None:
-    """Returns the checksums of a file; None if there are none."""
-    beside = path.parent / CHECKSUMS
-    if not beside.is_file():
-        return None
     try:
-        sums = read_json(beside, MAX_HEADER_BYTES)[path.name]
-        return {str(name): int(one) for name, one in sums.items()}
-    except KeyError:
-        return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{beside} is damaged ({what_is_wrong(error)}), so the weights next to it cannot be "
-            "verified; delete it to use them all the same"
-        ) from None
+        return checksums_of(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def write_checksums(folder: Path, sums: Checksums) -> None:
