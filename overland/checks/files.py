@@ -107,8 +107,8 @@ def check_place(loaded: Loaded) -> Iterator[Problem]:
         message = "has a README.md of something else, which the run would overwrite; name another"
         yield Problem(message, loaded.where(key), key, folder)
     key, folder = "checkpoint.folder", config.checkpoint.folder
-    if folder.strip() in ("", ".") or ".." in Path(folder).parts:
-        message = "expected the name of a separate folder, inside the run folder"
+    if not folder.strip() or ".." in Path(folder).parts:
+        message = "expected the name of a folder inside the run folder, or `.` for the run folder"
         yield Problem(message, loaded.where(key), key, folder)
 
 

@@ -336,8 +336,8 @@ class Checkpoint(Section):
     enable: bool = True
     """Save checkpoints and resume from them."""
     folder: PathText = "checkpoint"
-    """Folder for checkpoints, inside the run folder; an absolute path must belong to this run
-    alone."""
+    """Folder for checkpoints, inside the run folder; `.`: the run folder itself; an absolute path
+    must belong to this run alone."""
     interval: PositiveInt = 500
     """Save every this many steps; the last step is always saved."""
     interval_minutes: PositiveFloat | None = None

@@ -190,6 +190,7 @@ class TrainLoader:
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
         self.shifted = shifted
         self.step = 0
+        self._length: int | None = None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         ahead = read_ahead(self._batches(self.step), depth=2)
@@ -199,6 +200,25 @@ class TrainLoader:
                 yield batch
         finally:
             ahead.close()
+
+    def __len__(self) -> int:
+        """Returns the number of batches in one pass over the data, if that is known already."""
+        corpora = self.dataset.rows.corpora.values()
+        if self._length is None and not all(getattr(one, "is_complete", True) for one in corpora):
+            raise TypeError(
+                "the text is tokenized while it is read, so the number of batches is not known "
+                "yet: num_batches() tokenizes all of it and counts them"
+            )
+        return self.num_batches()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def num_batches(self) -> int:
+        """Counts the batches in one pass over the data. Text is tokenized first."""
+        if self._length is None:
+            self._length = self.dataset.rows.num_batches()
+        return self._length
 
     @property
     def num_skipped(self) -> int:
@@ -217,6 +237,7 @@ class TrainLoader:
         if before != set(self.dataset.plan.sources):
             raise DataError(f"the state belongs to {', '.join(sorted(before))}, not to this corpus")
         self.dataset = self.dataset.continued(state["plan"], state["step"])
+        self._length = None
         self.step = state["step"]
 
     def close(self) -> None:

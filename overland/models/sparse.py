@@ -15,7 +15,7 @@ You can register your own method for masks:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -77,6 +77,17 @@ class SparseWeights(Transform):
         return Constant(0.0) if name.endswith(f".{MASK}") else None
 
     def start(self, model: nn.Module) -> None:
+        renew_masks([model])
+
+
+def is_mask(name: str) -> bool:
+    """Whether this is the name of a mask, which dense checkpoints do not have."""
+    return name.endswith(f".{MASK}")
+
+
+@torch.no_grad()
+def renew_masks(models: Iterable[nn.Module]) -> None:
+    for model in models:
         for module in model.modules():
             if isinstance(module, SparseLinear):
                 module.renew()

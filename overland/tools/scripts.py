@@ -37,7 +37,8 @@ def files_of(name: str) -> list[Path]:
 
 
 def copy_scripts(name: str, folder: Path, force: bool = False) -> list[Path]:
-    """Copies all scripts of this name, or none; returns the files that were written."""
+    """Copies all scripts of this name, or none; returns the files that were written. Configs that
+    are already there are kept, unless `force`."""
     if name not in script_names():
         near = nearest_name(name, script_names())
         hint = f"; did you mean {near}?" if near else ""
@@ -45,6 +46,8 @@ def copy_scripts(name: str, folder: Path, force: bool = False) -> list[Path]:
         raise OverlandError(f"there are no scripts from {name} (known: {known}){hint}")
     sources = {folder / file: scripts_folder() / name / file for file in files_of(name)}
     new = {to: source for to, source in sources.items() if not is_same(to, source)}
+    if not force:  # configs are there to be edited
+        new = {to: source for to, source in new.items() if not is_own_config(to)}
     there = [str(path) for path in new if path.exists() or path.is_symlink()]
     if there and not force:
         one = len(there) == 1
@@ -64,6 +67,10 @@ def copy_scripts(name: str, folder: Path, force: bool = False) -> list[Path]:
 
 def is_same(path: Path, source: Path) -> bool:
     return path.is_file() and path.read_bytes() == source.read_bytes()
+
+
+def is_own_config(path: Path) -> bool:
+    return path.suffix in (".toml", ".yaml") and path.is_file()
 
 
 def make_executable(path: Path) -> None:

@@ -76,6 +76,7 @@ from overland.models.flops import SampleFields, casts_samples, sample_fields
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.new_rows import vocabulary_matrices
 from overland.models.registry import build_model, model_config
+from overland.models.sparse import is_mask
 from overland.models.transform import added_rule, apply_transforms
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import rules_of, state_bytes, state_kinds
@@ -452,6 +453,8 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
             refuse_unused(path, checkpoint.tensors, state_names(model))
             has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
             needs = {MODEL + name: shape for name, shape in shapes_of(model).items()}
+            if not any(map(is_mask, has)):  # a dense one: masks follow from its weights
+                needs = {name: shape for name, shape in needs.items() if not is_mask(name)}
             if (origin := Origin.from_json(checkpoint.run)) is not None:
                 given = config.checkpoint.initial_load_path
                 also = [Path(given).expanduser()] if given is not None else []

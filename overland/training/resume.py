@@ -30,7 +30,7 @@ from overland.models.nf4 import narrow_matrices
 from overland.models.transform import added_rule, transforms_of
 from overland.parallel.comm import all_of, first_problem, from_first_rank
 from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
-from overland.run_folder import RunFolder
+from overland.run_folder import CONFIG, RunFolder
 from overland.training.state import check_finite, restore
 from overland.training.vocabulary import new_rows_of
 
@@ -163,7 +163,8 @@ def _resumed(settings: Checkpoint, folder: RunFolder) -> Path | None:
         return folder.root if committed(folder.checkpoints) else None
     if settings.resume == "none":
         return None
-    return newest_in(Path(settings.resume).expanduser().resolve()).parent.parent
+    step = newest_in(Path(settings.resume).expanduser().resolve())
+    return step.parent if (step.parent / CONFIG).is_file() else step.parent.parent
 
 
 def note_origin(run: Run, folder: Path) -> Origin | None:

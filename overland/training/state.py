@@ -39,6 +39,7 @@ from overland.data.plan import Plan, differences, former_names
 from overland.errors import CheckpointError, MismatchError
 from overland.models.hf import load_hf
 from overland.models.registry import lacks_hf_form, own_model_name
+from overland.models.sparse import is_mask, renew_masks
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import same_state
 from overland.parallel.comm import all_of, from_first_rank
@@ -224,13 +225,12 @@ def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -
         state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
     rank = run.world.rank
     local = checkpoint.index.kind == "local"
-    missing = [
-        f"model.{name}"
-        for name in named_buffers(run.model.parts)
-        if (local_name(f"model.{name}", rank) if local else f"model.{name}")
-        not in checkpoint.tensors
-    ]
-    state = {name: value for name, value in state.items() if name not in missing}
+    lacks = lambda name: (local_name(name, rank) if local else name) not in checkpoint.tensors
+    missing = [n for name in named_buffers(run.model.parts) if lacks(n := f"model.{name}")]
+    masks = [name for name in state if is_mask(name)]
+    is_dense = bool(masks) and all(map(lacks, masks))
+    unread = {*missing, *(masks if is_dense else ())}
+    state = {name: value for name, value in state.items() if name not in unread}
     origin = Origin.from_json(checkpoint.run)
     if origin is not None:
         load_left_out(run, origin)
@@ -250,10 +250,14 @@ def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -
             copy.copy_(parameter)
             if parameter.requires_grad:
                 run.optimizer.copy_state(parameter, copy)
-    if not missing:
-        return []
-    more = f" and {len(missing) - 1} more buffers" if len(missing) > 1 else ""
-    return [f"the checkpoint lacks {missing[0]}{more}, which keep their initial values"]
+    notes = []
+    if is_dense:
+        renew_masks(run.model.parts)
+        notes.append("the checkpoint is dense: the masks of model.sparse follow from its weights")
+    if missing:
+        more = f" and {len(missing) - 1} more buffers" if len(missing) > 1 else ""
+        notes.append(f"the checkpoint lacks {missing[0]}{more}, which keep their initial values")
+    return notes
 
 
 def load_left_out(run: Run, origin: Origin) -> None:

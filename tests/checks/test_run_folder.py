@@ -76,11 +76,11 @@ def test_a_folder_with_a_readme_that_is_no_runs_is_refused() -> None:
     assert "name a folder for this run" in line
 
 
-@pytest.mark.parametrize("folder", ["", ".", "../../etc", "a/../../b"])
-def test_checkpoints_have_a_folder_of_their_own_in_the_run_folder(folder: str) -> None:
+@pytest.mark.parametrize("folder", ["", "../../etc", "a/../../b"])
+def test_checkpoints_stay_in_the_run_folder(folder: str) -> None:
     found = check_config(load_config("a.toml", [f"checkpoint.folder={folder}"], {}), 1)
     (line,) = [str(one) for one in found if "checkpoint.folder" in str(one)]
-    assert "expected the name of a separate folder" in line
+    assert "expected the name of a folder inside the run folder" in line
 
 
 def test_a_run_that_saves_nothing_does_not_start_in_a_folder_with_checkpoints() -> None:

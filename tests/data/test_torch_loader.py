@@ -48,6 +48,16 @@ def test_the_call_of_the_playground_works(settings: dict[str, Any], strategy: st
     loader.close()
 
 
+def test_its_length_is_one_pass_over_the_data(settings: dict[str, Any]) -> None:
+    loader = build_train_loader(**settings, micro_blocks=4)
+    with pytest.raises(TypeError, match="num_batches"):  # nothing is tokenized yet
+        len(loader)
+    assert loader
+    assert loader.num_batches() > 1
+    assert len(loader) == loader.num_batches()
+    loader.close()
+
+
 def test_its_defaults_are_those_of_the_playground() -> None:
     call = {"strategy": "pack", "seq_len": 2048, "micro_blocks": 64}
     parameters = inspect.signature(build_train_loader).parameters

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from overland.config.load import load_config
 from overland.world.launch import free_port
 from tests.cli.processes import ROOT, environment, losses, overland
 from tests.data.chats import ROLES, write_lines, write_tokenizer
@@ -33,7 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's: the scripts, the config, the tokenizer, and some C4."""
     folder = tmp_path_factory.mktemp("torchtitan")
     shown("overland init --from torchtitan", folder)
-    shutil.copy(HERE / "llama3_8b.toml", folder)
+    ours, theirs = (load_config(str(place / "llama3_8b.toml"), env={}).config
+                    for place in (folder, HERE))  # fmt: skip
+    assert ours == theirs
     write_tokenizer(folder / "assets/hf/Llama-3.1-8B", **ROLES["llama3"])
     texts = [{"text": f"Document {i} counts to {i}: {list(range(i))}"} for i in range(60)]
     write_lines(folder / "data/c4/c4-train.00000.json", texts)

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from overland.config.derived import resolve_degrees
 from overland.config.load import load_config, recipe_path
 from overland.tools.scripts import scripts_folder
 from tests.checkpoint.convert.samples import fixture, saved
-from tests.cli.processes import ROOT, environment, losses, overland
+from tests.cli.processes import LIMIT_SECONDS, ROOT, environment, losses, overland
 from tests.cluster.scripts import assert_good_bash
 from tests.cluster.slurm import Slurm
 from tests.data.chats import ROLES, write_tokenizer
@@ -168,6 +171,18 @@ def test_every_source_has_a_line_that_fetches_it_and_all_six_are_trained_on(
     (segment,) = json.loads((run / "data/plan.json").read_text())["plan"]["segments"]
     assert segment["weights"] == WEIGHTS
     assert max(losses(run / "metrics.jsonl")) == 2
+
+
+def test_the_download_scripts_bring_what_the_recipe_reads(hub: Hub, tmp_path: Path) -> None:
+    fill(hub)
+    copied("frontier", tmp_path)
+    env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
+    for name in ("zyda2", "finemath", "stack_v2"):
+        shown(f"python download_scripts/download_{name}.py", tmp_path, env=env)
+    sources = load_config("llama3_8b_frontier", env={}).config.data.sources
+    folders = {tmp_path / str(one.path) for name, one in sources.items() if name != "stack2"}
+    assert all(list(folder.rglob("*.parquet")) for folder in folders)
+    assert list((tmp_path / "data/stack_v2_ids").rglob("*.parquet"))
 
 
 SMALL = [
@@ -338,7 +353,7 @@ def test_weights_go_to_dcp_and_back_and_to_the_hub(hub: Hub, tmp_path: Path) -> 
     places = {"INPUT_DIR": "outputs/step-0", "OUTPUT_DIR": "outputs/pt"}
     line = "python dcp_to_llama.py --input_dir INPUT_DIR --output_dir OUTPUT_DIR --push_to_hub"
     unnamed = shown(line, tmp_path, code=2, **places)
-    assert "name the repository" in unnamed.stderr
+    assert "name the repository" in unnamed.stderr  # a terminal is asked
     assert not (tmp_path / "outputs/pt").exists()
     env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HUB_REPO_ID": "me/llama"}
     shown(line, tmp_path, env=env, **places)
@@ -351,6 +366,21 @@ def test_weights_go_to_dcp_and_back_and_to_the_hub(hub: Hub, tmp_path: Path) -> 
     assert {"consolidated.00.pth", "checkpoint.pth", "params.json"} <= set(
         repo.commits[repo.refs["step-0"]]
     )
+
+
+def test_a_terminal_is_asked_for_the_repository(tmp_path: Path) -> None:
+    copied("frontier", tmp_path)
+    ours, theirs = pty.openpty()
+    os.write(ours, b"\n")
+    words = ["dcp_to_llama.py", "--input_dir", "a", "--output_dir", "b", "--push_to_hub"]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment(), stdin=theirs,
+        capture_output=True, text=True, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 2
+    assert "OWNER/NAME" in done.stdout
 
 
 def test_a_dcp_folder_that_does_not_say_its_model_needs_a_config(tmp_path: Path) -> None:
@@ -383,6 +413,8 @@ def test_eval_ckpt_outside_of_a_job_submits_one(tmp_path: Path) -> None:
     (tmp_path / "outputs/pt").mkdir(parents=True)
     said = typed("./eval_ckpt.sh outputs/pt --dry-run", tmp_path, SBATCH_ACCOUNT="abc")
     assert f"eval {tmp_path}/outputs/pt --tasks @frontier" in said
+    configured = "CONFIG_FILE=eval_configs/config_mmlu.yaml ./eval_ckpt.sh outputs/pt --dry-run"
+    assert "--tasks mmlu" in typed(configured, tmp_path, SBATCH_ACCOUNT="abc")
     unnamed = typed("./eval_ckpt.sh", tmp_path, code=1)
     assert "name a checkpoint or a run" in unnamed
 

@@ -77,8 +77,9 @@ def test_torchrun_trains_with_all_flags(trained: str, folder: Path) -> None:
         assert line in config
     assert "note: --local_batch 32 is an upper bound; each rank takes 1 × 4 per step" in trained
     assert trained.count("is an upper bound") == 1
+    assert "open_source" not in trained  # FineWeb-Edu, the document's own, needs no loader
     assert list((folder / "logs/tensorboard/run1").glob("events.out.tfevents.*"))
-    files = [path.name for path in (run / "run1/step_4").glob("rank_*")]
+    files = [path.name for path in (run / "step_4").glob("rank_*")]
     assert files == ["rank_00000.safetensors"]  # full: the first rank writes all
 
 
@@ -104,7 +105,7 @@ def test_a_run_goes_on_from_a_step_with_another_optimizer_or_its_own(folder: Pat
         f"python train.py {PLAIN} --train_steps=6 checkpoint.interval=3 {SMALL}", folder, NGPU="1"
     )
     run = folder / "checkpoints/run2"
-    whole, step = losses(run / "metrics.jsonl"), run / "run2/step_3"
+    whole, step = losses(run / "metrics.jsonl"), run / "step_3"
     again = PLAIN.replace("run2", "run3") + f"--train_steps=6 --resume_dir={step} {SMALL}"
     typed(f"python train.py {again}", folder, NGPU="1")
     gone_on = losses(folder / "checkpoints/run3/metrics.jsonl")

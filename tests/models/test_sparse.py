@@ -13,7 +13,7 @@ from torch import nn
 
 from overland.checks import check_config
 from overland.config.errors import ConfigError
-from overland.config.load import load_config
+from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig, Sparse
 from overland.config.write import to_toml
 from overland.errors import ModelError
@@ -29,6 +29,7 @@ from overland.tools.convert.convert import convert
 from overland.tools.evaluation.model import open_model
 from overland.tools.proofs.pool import RankPool
 from overland.training.callbacks import Record
+from overland.training.rehearsal import require_start
 from overland.world import World
 from tests.jobs import run_job, tiny_job
 from tests.models.sparse_parts import sorted_mask
@@ -99,6 +100,26 @@ def test_masks_are_saved_and_a_resumed_run_has_the_same_bits(
     shutil.copytree(tmp_path / "half", tmp_path / "more")
     assert [*half, *losses("half", 11)] == whole  # with the masks of step 4, not of step 6
     assert losses("more", 11, 2) == pytest.approx(whole[6:], rel=1e-9)
+
+
+def test_a_dense_checkpoint_resumed_with_sparse_layers_gets_masks_from_its_weights(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    def job(**model: object) -> JobConfig:
+        return tiny_job(
+            tmp_path / "run",
+            model=dict(model),
+            training={"steps": 4 if model else 2, "local_batch_size": 4},
+            checkpoint={"enable": True, "interval": 2, "allow_changes": ["model.sparse"]},
+            metrics={"log_freq": 1},
+        )
+
+    for number in (1, 2):
+        ranks.run(number, records, job())
+        require_start(Loaded(job(sparse={}), [], "the config"))
+        resumed = ranks.run(number, records, job(sparse={}))[0]
+        assert [one["train/sparsity"] for one in resumed] == [0.5, 0.5]
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_what_leaves_is_dense_with_zeros(ranks: RankPool, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ OUTPUT_DIR gets consolidated.00.pth and params.json, and the same weights as che
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from overland.cli.main import run
@@ -22,6 +23,8 @@ if __name__ == "__main__":
         help="also upload, to a branch named after INPUT_DIR; default: $HUB_REPO_ID",
     )
     given = parser.parse_args()
+    if given.push_to_hub == "" and sys.stdin.isatty():  # the original has its author's repository
+        given.push_to_hub = input("Repository to upload to (OWNER/NAME): ").strip()
     if given.push_to_hub == "":
         parser.error(
             "--push_to_hub: name the repository, --push_to_hub OWNER/NAME, or set HUB_REPO_ID"

@@ -21,18 +21,20 @@ WORLD = find_world()
 NUM_RANKS = WORLD.size if WORLD else ngpu(os.environ) or num_local_ranks()
 
 
+FORMAT_ONLY = "FineWeb-Edu"  # needs no loader: MDS, and any other format, is read as it is
+
+
 def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data_dir", required=True, help="MDS shards, or any other format")
-    parser.add_argument(
-        "--data_name", default="FineWeb-Edu", help="a loader in datas/, or any label"
-    )
+    parser.add_argument("--data_name", default=FORMAT_ONLY, help="a loader in datas/, or any label")
     parser.add_argument("--local_cache_dir", default="data", help="folder for token shards")
     parser.add_argument("--config", required=True, help="Hugging Face config.json, or its folder")
     parser.add_argument("--tokenizer_dir")
     parser.add_argument(
         "--output_dir", default="outputs/run1", help="run folder; its last part names the run"
     )
+    parser.add_argument("--run_name", help="the run folder is OUTPUT_DIR/RUN_NAME instead")
     parser.add_argument("--global_batch", type=int, default=256, help="sequences per step")
     parser.add_argument("--local_batch", type=int, default=32, help="maximum sequences per pass")
     parser.add_argument("--train_steps", type=int, default=200_000)
@@ -60,7 +62,8 @@ def flags() -> argparse.ArgumentParser:
 
 def settings(given: argparse.Namespace) -> list[str]:
     """Returns the flags as settings of Overland's config."""
-    output_dir = os.path.abspath(given.output_dir)
+    output_dir = os.path.abspath(os.path.join(given.output_dir, given.run_name or ""))
+    own_name = os.path.basename(output_dir)  # where earlier versions saved
     found = {
         "job.dump_folder": output_dir,
         "model.config": given.config,
@@ -76,7 +79,7 @@ def settings(given: argparse.Namespace) -> list[str]:
         "activation_checkpoint.mode": "full" if given.enable_recompute else "none",
         "metrics.enable_tensorboard": str(given.enable_tensorboard).lower(),
         "metrics.save_tb_folder": given.tensorboard_dir and os.path.abspath(given.tensorboard_dir),
-        "checkpoint.folder": os.path.basename(output_dir),
+        "checkpoint.folder": own_name if os.path.isdir(f"{output_dir}/{own_name}") else ".",
         "checkpoint.type": given.ckpt_type,
         "checkpoint.resume": given.resume_dir,
         "checkpoint.skip_optimizer": "true" if given.skip_optimizer else None,
@@ -85,11 +88,12 @@ def settings(given: argparse.Namespace) -> list[str]:
     if loader in datas.loaders():
         os.environ["DATA_DIR"] = given.data_dir
         found["training.dataset_path"], found["training.dataset"] = None, loader
-    else:
+    elif given.data_name != FORMAT_ONLY:
         say(f"datas/ has no open_source for {given.data_name}; --data_dir is read by its format")
     if given.enable_slt:
         found["model.sparse.pattern"] = "2:4"
         found["model.sparse.method"] = "slt" if find_spec("slt") else None
+        found["checkpoint.allow_changes"] = '["model.sparse"]'  # also from a dense checkpoint
     if given.eval_every:
         c4 = given.c4_dir or os.path.join(given.local_cache_dir, "c4_validation")
         found |= {"validation.enable": "true", "validation.sets.c4.path": c4,
