@@ -16,6 +16,7 @@ takes only milliseconds.
 from __future__ import annotations
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -123,6 +124,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'overland' has no attribute {name!r}")
     module, _, there = _PLACES[name].partition(":")
     found = getattr(import_module(module), there or name)
+    if isinstance(found, FunctionType):
+        from overland.arguments import naming_arguments
+
+        found = naming_arguments(found, name)
     globals()[name] = found
     return found
 

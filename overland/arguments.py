@@ -1,15 +1,22 @@
 """Checks what a program passes to the public functions: each returns the argument, or raises one
-sentence that names it."""
+sentence that names it. Errors that name an option of a command name the argument instead."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 import os
-from collections.abc import Iterable, Mapping, Set
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from overland.errors import ArgumentError
+from overland.errors import ArgumentError, OverlandError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+OPTION = re.compile(r"`[^`]*`|\boverland [a-z]+ .*|(?<![\w-])--([a-z][a-z-]*)")
+"""An option of a command, outside of a command that a message shows."""
 
 
 def refused(name: str, given: object, expected: str) -> ArgumentError:
@@ -71,3 +78,29 @@ def texts(
 def dtype_name(given: Any) -> str | None:
     """Returns the name of a type of numbers, which may be given by torch: `torch.bfloat16`."""
     return None if given is None else str(given).removeprefix("torch.")
+
+
+def naming_arguments(function: Function, name: str) -> Function:
+    """Returns a public function whose errors name its arguments, and not the options of the command
+    that does the same."""
+
+    @functools.wraps(function)
+    def public(*given: Any, **named: Any) -> Any:
+        try:
+            return function(*given, **named)
+        except OverlandError as error:
+            if len(error.args) == 1 and isinstance(error.args[0], str):
+                known = inspect.signature(function).parameters
+                error.args = (_with_arguments(error.args[0], known),)
+            raise
+
+    public.__module__, public.__qualname__ = "overland", name  # where pickle finds it
+    return public  # type: ignore[return-value]
+
+
+def _with_arguments(message: str, known: Collection[str]) -> str:
+    def argument(found: re.Match[str]) -> str:
+        name = (found[1] or "").replace("-", "_")
+        return f"`{name}`" if name in known else found[0]
+
+    return OPTION.sub(argument, message)

@@ -116,8 +116,9 @@ def generate(
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
     opened = open_model(
-        path, base=base, tokenizer=tokenizer, config=config, dtype=dtype, device=device, step=step
-    )
+        path, base=base, tokenizer=tokenizer, config=config, dtype=dtype, device=device, step=step,
+        needs_tokenizer=True,
+    )  # fmt: skip
     note(
         f"{opened.path}: {str(opened.dtype).removeprefix('torch.')} (--dtype) on {opened.device} "
         "(--device)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,6 +34,7 @@ def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.
     if comm.backend == "nvshmem":
         symmetric_memory.set_backend("NVSHMEM")
     alone = world.size == 1  # no port to open
+    shows_errors = sys.excepthook
     store = dist.HashStore() if alone else open_store(world, comm.init_timeout_seconds)
     dist.init_process_group(
         backend_string(comm.backend, device_type),
@@ -48,6 +50,8 @@ def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.
     finally:
         part()
         dist.destroy_process_group()
+        if alone:  # torch has replaced it by one that begins each line with [rank0]:
+            sys.excepthook = shows_errors
 
 
 def warm_up(mesh: Mesh) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import torch
 import overland
 from overland.config.load import recipe_names
 from overland.config.validate import validate_again
+from overland.tools.evaluation.model import open_model
 from overland.training import callbacks
 from tests.cli.processes import ROOT, environment
 from tests.cli.processes import overland as command
+from tests.evaluation.texts import write_text_model
 
 PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 NOTEBOOK = json.loads((ROOT / "examples" / "overland.ipynb").read_text(encoding="utf-8"))
@@ -99,7 +102,10 @@ def test_the_page_names_every_public_function() -> None:
 def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 6
-    said = run_python(PRELUDE.format(settings=[TINY, *TEXTS]) + "\n\n".join(blocks), tmp_path)
+    after = "\n\nimport sys; print(sys.excepthook is sys.__excepthook__)"
+    program = PRELUDE.format(settings=[TINY, *TEXTS]) + "\n\n".join(blocks) + after
+    said = run_python(program, tmp_path)
+    assert said.endswith("True\n"), "an error of the program afterwards is not one of [rank0]"
     assert "runs/quickstart 4 True" in said
     assert "'tokens_BS': (2, 32)" in said
     assert (tmp_path / "exported" / "model.safetensors").is_file()
@@ -146,6 +152,53 @@ def test_mistakes_are_errors_in_a_sentence(tmp_path: Path) -> None:
     assert "to = 'gguf' is unknown" in said[3]
     assert "nowhere.txt" in said[4]
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_evaluate_takes_what_the_command_takes(text_model: Path, tmp_path: Path) -> None:
+    lines = [{"body": "def a(): pass", "n": "x"}, {"body": "def b(): pass", "n": "y"}, {"n": "z"}]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    how = {"data": path, "column": "body", "skip_bad": True, "output": tmp_path / "out"}
+    (alone,) = overland.evaluate(text_model, **how)
+    (joined,) = overland.evaluate(
+        text_model, joined=True, prefix="eos", stride=16, context=16, **how
+    )
+    assert (alone["unscored"], joined["unscored"], joined["skipped_documents"]) == (2, 0, 1)
+    assert joined["tokens"] == alone["tokens"] + 3  # the first ones, and EOS between
+    for given, words in (
+        ({"data": path}, "`column`"),
+        ({"data": path, "column": "body"}, "use `skip_bad` to skip it"),
+        ({**how, "stride": 9, "context": 8}, "`stride` 9 is longer than the context"),
+        ({**how, "prefix": "bos"}, "`prefix` bos: "),
+        ({**how, "prefix": "cls"}, "prefix = 'cls': expected auto, bos, eos or none"),
+        ({"column": "body"}, "`column` has no effect without `data`"),
+        ({"tasks": "quiz", "joined": True}, "joined has no effect without data"),
+    ):
+        with pytest.raises(overland.OverlandError) as error:
+            overland.evaluate(text_model, **given)
+        assert words in str(error.value)
+        assert "--" not in str(error.value)
+
+
+def test_errors_of_functions_name_arguments_and_those_of_commands_options(
+    text_model: Path, tmp_path: Path
+) -> None:
+    for call, words in (
+        (lambda: overland.load_model(text_model, dtype="float31"), "`dtype` float31 is unknown"),
+        (lambda: overland.load_model(text_model, base=text_model), "omit `base`"),
+        (lambda: overland.convert(text_model, tmp_path / "x", "hff"), "`to` hff is unknown"),
+    ):
+        with pytest.raises(overland.OverlandError) as error:
+            call()
+        assert words in str(error.value)
+    with pytest.raises(overland.OverlandError, match="--dtype float31"):
+        open_model(text_model, dtype="float31")
+    assert pickle.loads(pickle.dumps(overland.evaluate)) is overland.evaluate
 
 
 def of_quickstart(key: str, value: object) -> overland.JobConfig:

@@ -163,7 +163,7 @@ def test_a_run_on_random_tokens_has_no_tokenizer_and_says_so(tmp_path: Path) -> 
     step.mkdir(parents=True)
     (step / "COMMITTED").write_bytes(marker(b"", {"step": 1}))
     with pytest.raises(DataError, match="has no tokenizer, as after training on token ids: give"):
-        open_model(tmp_path)
+        open_model(tmp_path, needs_tokenizer=True)
 
 
 def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:

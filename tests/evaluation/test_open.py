@@ -17,6 +17,7 @@ from overland.errors import CheckpointError, DataError, ModelError
 from overland.models.hf import load_hf
 from overland.models.registry import build_model, model_config, read_hf_config
 from overland.tools.convert import convert
+from overland.tools.evaluation.answers import generate
 from overland.tools.evaluation.model import open_model
 from tests.checkpoint.convert.samples import fixture, saved
 
@@ -61,7 +62,13 @@ def test_every_format_gives_the_same_model(
         more["config"] = model
     if to == "overland":  # has no tokenizer
         with pytest.raises(DataError, match="give a tokenizer file, or the folder"):
-            open_model(target)
+            open_model(target, needs_tokenizer=True)
+        bare = open_model(target)  # its weights need none
+        with torch.no_grad():
+            assert torch.equal(bare.model(TOKENS), wanted)
+        assert not bare.tokenizer
+        with pytest.raises(DataError, match="give a tokenizer file, or the folder"):
+            generate(bare, "def ")
         more["tokenizer"] = model
     opened = open_model(target, **more)
     with torch.no_grad():

@@ -54,7 +54,7 @@ def save_model(
         raise CheckpointError(f"to = {to!r} writes one file: name it {target.name}.safetensors")
     tensors = _tensors(module, None if kind is None else DTYPES[kind])
     with tempfile.TemporaryDirectory(prefix="overland-") as place:
-        if tokenizer is not None:
+        if tokenizer:  # a model may have been opened without one
             for name, data in tokenizer.files().items():
                 (Path(place) / name).write_bytes(data)
         source = LazyCheckpoint(

@@ -66,7 +66,9 @@ def generate(
     num_tokens = integer(num_tokens, "num_tokens", least=1)
     batch_size = integer(batch_size, "batch_size", least=1)
     stop = texts(stop, "stop")
-    opened = model if isinstance(model, OpenModel) else open_model(path_of(model, "model"))
+    opened = model
+    if not isinstance(opened, OpenModel):
+        opened = open_model(path_of(opened, "model"), needs_tokenizer=True)
     asking = Asking(opened, sampling, num_tokens, stop, chat, system, parse_specials)
     return list(asking.answers(given, batch_size))
 

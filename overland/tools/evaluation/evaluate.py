@@ -142,6 +142,10 @@ def sets_for(session: Session) -> list[EvaluationSet]:
     asked, config = session.asked, session.found.config
     if asked.data:
         return sets_of(asked.data, config, asked.choices, asked.skip_bad)
+    given = {**asked.choices.model_dump(include={"column", "subset", "split"})}
+    for name, value in {**given, "skip-bad": asked.skip_bad}.items():
+        if value:
+            raise DataError(f"--{name} has no effect without --data: a run's sets have their own")
     if config is None:
         raise DataError(
             f"--data is required: {asked.path} does not belong to a run with validation data"

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,7 @@ class OpenModel:
 
     model: nn.Module
     tokenizer: Tokenizer
+    """Any use of it is an error if the model has none; then it is false."""
     config: JobConfig | None
     """None if the path does not belong to a run."""
     context: int
@@ -117,6 +119,7 @@ def open_model(
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
     step: int | None = None,
+    needs_tokenizer: bool = False,
 ) -> OpenModel:
     """Opens the model at `path`, in eval mode, whole, on one device.
 
@@ -130,13 +133,22 @@ def open_model(
             GPU.
         device: cpu, cuda, cuda:1, …; default: the GPU if there is one.
         step: The checkpoint of a run; default: the newest.
+        needs_tokenizer: Whether to refuse a model without a tokenizer here. Otherwise only what
+            needs one does, such as `generate`.
     """
     place = device_of(device)
     kind = dtype_of(dtype, place)
     base, tokenizer = path_or_none(base, "base"), path_or_none(tokenizer, "tokenizer")
     path, config = path_of(path, "path"), path_or_none(config, "config")
     step = integer_or_none(step, "step", least=0)
-    found = find_model(path, base=base, tokenizer=tokenizer, config=config, step=step)
+    found = find_model(
+        path,
+        base=base,
+        tokenizer=tokenizer,
+        config=config,
+        step=step,
+        needs_tokenizer=needs_tokenizer,
+    )
     with torch.device("meta"):
         built = cast_floats(found.build(), kind)
     total = sum(one.nbytes for one in built.parameters())
@@ -165,15 +177,16 @@ def find_model(
     tokenizer: Path | None = None,
     config: Path | None = None,
     step: int | None = None,
+    needs_tokenizer: bool = True,
 ) -> Found:
     run, checkpoint = find_run(path)
     if run is not None:
-        return _in_run(run, checkpoint, base, tokenizer, step)
+        return _in_run(run, checkpoint, base, tokenizer, step, needs_tokenizer)
     if step is not None:
         raise CheckpointError(
             f"--step {step} selects a checkpoint of a run, but {path} is not a run folder: omit it"
         )
-    return _in_files(path, base, tokenizer, config)
+    return _in_files(path, base, tokenizer, config, needs_tokenizer)
 
 
 def find_run(path: Path) -> tuple[Path | None, Path | None]:
@@ -275,6 +288,7 @@ def _in_run(
     base: Path | None,
     tokenizer: Path | None,
     step: int | None,
+    needs_tokenizer: bool,
 ) -> Found:
     loaded = load_config(str(run / CONFIG), env={})
     if problems := list(check_custom_import(loaded)):  # the model may be custom
@@ -291,7 +305,8 @@ def _in_run(
         update={"float8": "off", "mixed_precision_param": "float32"}  # the caller casts
     )
     as_built = config.model_copy(update={"lora": lora, "training": training})
-    opened = _named(tokenizer) if tokenizer is not None else _own_tokenizer(run, config.data)
+    own = partial(_own_tokenizer, run, config.data)
+    opened = _named(tokenizer) if tokenizer is not None else _if_there(own, needs_tokenizer)
     context = config.training.seq_len
     if config.checkpoint.initial_load_path is not None:  # maybe trained on longer sequences before
         context = max(context, getattr(architecture, "max_position_embeddings", context))
@@ -304,7 +319,7 @@ def _in_run(
         RunWeights(checkpoint, base),
         opened,
         context,
-        () if opened.end_id is None else (opened.end_id,),
+        () if isinstance(opened, NoTokenizer) or opened.end_id is None else (opened.end_id,),
     )
 
 
@@ -323,7 +338,11 @@ def _checkpoint_of(run: Path, settings: Checkpoint, named: Path | None, step: in
 
 
 def _in_files(
-    path: Path, base: Path | None, tokenizer: Path | None, described_by: Path | None
+    path: Path,
+    base: Path | None,
+    tokenizer: Path | None,
+    described_by: Path | None,
+    needs_tokenizer: bool,
 ) -> Found:
     config, beside = _described_by(described_by)
     if not path.exists():
@@ -356,7 +375,8 @@ def _in_files(
     _require_known(weights, architecture, path)
     source = source.with_tensors({MODEL + name: lazy for name, lazy in weights.items()})
     source = replace(source, companions=[*beside, *source.companions])
-    opened = _named(tokenizer) if tokenizer is not None else _tokenizer_beside(source, path)
+    own = partial(_tokenizer_beside, source, path)
+    opened = _named(tokenizer) if tokenizer is not None else _if_there(own, needs_tokenizer)
     return Found(
         path,
         source.extras.get("step"),
@@ -400,13 +420,41 @@ def _on_base(
     return join(model, adapters)
 
 
+class LacksTokenizer(DataError):
+    """Raised for a model without a tokenizer."""
+
+
+class NoTokenizer:
+    """Stands for the tokenizer of a model that has none: false, and any use of it is the error."""
+
+    def __init__(self, error: LacksTokenizer) -> None:
+        self.error = error
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of Python, as in copies
+            raise AttributeError(name)
+        raise self.error
+
+
+def _if_there(find: Callable[[], Tokenizer], needed: bool) -> Tokenizer:
+    try:
+        return find()
+    except LacksTokenizer as error:
+        if needed:
+            raise
+        return cast(Tokenizer, NoTokenizer(error))
+
+
 def _own_tokenizer(run: Path, data: Data) -> Tokenizer:
     try:
         return tokenizer_of(run, data)
     except DataError:
         if (run / TOKENIZER).exists():
             raise
-        raise DataError(
+        raise LacksTokenizer(
             f"{run} has no tokenizer, as after training on token ids: give one with --tokenizer"
         ) from None
 
@@ -440,7 +488,7 @@ def _tokenizer_beside(source: LazyCheckpoint, path: Path) -> Tokenizer:
     for file in source.companions:
         if file.name in FILES:
             return Tokenizer(file, add_eos=False)
-    raise DataError(
+    raise LacksTokenizer(
         f"{path} has no {any_of(FILES)}: give a tokenizer file, or the folder that contains it, "
         "with --tokenizer"
     )
@@ -455,4 +503,6 @@ def _end_ids(source: LazyCheckpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
         some = value if isinstance(value, list) else [value]
         if ids := tuple(one for one in some if isinstance(one, int)):
             return ids
-    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    if isinstance(tokenizer, NoTokenizer) or tokenizer.eos_id is None:
+        return ()
+    return (tokenizer.eos_id,)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overland.arguments import integer_or_none, path_of, path_or_none, texts
+from overland.arguments import integer_or_none, path_of, path_or_none, refused, texts
 from overland.config.schema import Comm, DataSource
 from overland.errors import ArgumentError
 from overland.parallel.comm import process_group
@@ -27,12 +27,14 @@ from overland.tools.evaluation.evaluate import (
 from overland.tools.evaluation.model import device_of, dtype_of
 from overland.tools.evaluation.results import Record, Report
 from overland.tools.evaluation.sweep import steps_of
-from overland.words import did_you_mean, visible
+from overland.words import any_of, did_you_mean, visible
 from overland.world import World
 from overland.world.devices import device_type
 
 if TYPE_CHECKING:
     from overland.tools.evaluation.tasks import AskedTasks
+
+PREFIXES = ("auto", "bos", "eos", "none")
 
 
 def evaluate(
@@ -43,10 +45,18 @@ def evaluate(
     step: int | None = None,
     context: int | None = None,
     stride: int | None = None,
+    joined: bool = False,
+    prefix: str = "auto",
     limit: int | None = None,
+    column: str | None = None,
+    subset: str | None = None,
+    split: str | None = None,
+    skip_bad: bool = False,
     batch_size: int | None = None,
     dtype: str | torch.dtype | None = None,
+    base: str | Path | None = None,
     tokenizer: str | Path | None = None,
+    config: str | Path | None = None,
     output: str | Path | None = None,
     again: bool = False,
     quiet: bool = True,
@@ -62,10 +72,18 @@ def evaluate(
         step: The checkpoint of a run; default: the newest.
         context: Tokens per window; default: as in training, at most 4096.
         stride: Tokens between windows; default: half of the context.
+        joined: Whether to join all documents into one text.
+        prefix: What a document's first token is predicted from: bos, eos, none or auto.
         limit: Evaluate only this many documents.
+        column: Column of `data` that holds the documents.
+        subset: Subset of a dataset folder.
+        split: Split of a dataset folder; default: validation or test.
+        skip_bad: Whether to skip and count documents that cannot be read.
         batch_size: Number of windows processed together.
         dtype: float32, bfloat16 or float16; default: float32 on a CPU, bfloat16 on a GPU.
+        base: Base model of adapters, if they do not name it.
         tokenizer: A tokenizer, if the path has none.
+        config: A config.json, if the path has none.
         output: Folder for results; default: next to the checkpoint.
         again: Whether to recompute saved results.
         quiet: Whether to suppress messages about saved results and progress.
@@ -75,9 +93,22 @@ def evaluate(
     Returns:
         A record per dataset or group of tasks, as `overland eval --json` prints them.
     """
+    if prefix not in PREFIXES:
+        raise refused("prefix", prefix, any_of(PREFIXES))
+    for_data = {"stride": stride, "joined": joined, "prefix": prefix != "auto", "column": column,
+                "subset": subset, "split": split, "skip_bad": skip_bad}  # fmt: skip
+    if tasks and not data:
+        for name, value in for_data.items():
+            if value:
+                raise ArgumentError(f"{name} has no effect without data: give both")
     asked = Asked(
         path=path_of(path, "path"),
-        choices=DataSource(),
+        choices=DataSource(column=column, subset=subset, split=split),
+        skip_bad=skip_bad,
+        joined=joined,
+        prefix=prefix,
+        base=path_or_none(base, "base"),
+        config=path_or_none(config, "config"),
         data=tuple(texts(data, "data", "a path or a list of paths", or_paths=True)),
         context=integer_or_none(context, "context", least=2),
         stride=integer_or_none(stride, "stride", least=1),
