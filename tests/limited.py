@@ -14,8 +14,8 @@ from typing import Any
 
 def limited(call: Callable[[], Any], megabytes: int = 512, seconds: int = 30) -> str:
     """What `call` ended with: `read`, `<class of the error>: <its text>`, or how it died. Seconds
-    are those of the processor, so that a busy machine changes nothing. No threads in `call`: of a
-    fork, only the thread that forked lives on."""
+    are those of the processor, so that a busy machine changes nothing. `call` reads, and
+    computes nothing with torch: of a fork, only the thread that forked lives on."""
     receive, send = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()

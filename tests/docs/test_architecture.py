@@ -123,3 +123,25 @@ def test_files_become_durable_in_one_place() -> None:
                     called.attr in ("rename", "replace") and owner in ("os", "beside", "part")
                 )
                 assert not by_hand, f"{name}:{node.lineno}: {ast.unparse(called)}"
+
+
+FORKS = {
+    "overland/tools/preflight/child.py": "the task has imported torch and computed nothing",
+    "tests/cli/warm.py": "the server has imported torch and computed nothing",
+    "tests/limited.py": "the child reads a file, and computes nothing",
+    "tests/test_files.py": "the child writes a file, and computes nothing",
+}
+
+
+def test_no_process_that_has_computed_is_forked_to_compute() -> None:
+    """A fork lacks the threads of torch: on some processors it crashes at the first product."""
+    root = Path(__file__).parents[2]
+    files = [*root.glob("overland/**/*.py"), *root.glob("tests/**/*.py")]
+    pattern = re.compile(r"\bos\.fork\(\)|get_context\(\"fork\"\)|set_start_method\(")
+    own = Path(__file__).resolve()
+    found = {
+        str(path.relative_to(root))
+        for path in files
+        if path.resolve() != own and pattern.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == FORKS.keys()

@@ -32,7 +32,7 @@ from overland.tools.evaluation.task_run import (
     task_errors,
 )
 from overland.tools.evaluation.tasks import AskedTasks, crew_of, evaluate_tasks
-from overland.tools.proofs.pool import RankPool
+from overland.tools.proofs.pool import RankPool, clean_processes
 from overland.world import World
 from tests.data.tokenizer_folders import TEXTS
 from tests.evaluation.task_files import KINDS, write_tasks
@@ -445,9 +445,7 @@ def test_nothing_is_computed_twice(model: Path) -> None:
     assert key_of([1], [2, 3]) != key_of([1, 2], [3])
 
 
-def test_a_killed_evaluation_continues(
-    model: Path, definitions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def evaluate_and_die(model: Path, definitions: Path, folder: Path) -> None:
     add, adds = Kept.add, 0
 
     def add_and_die(self: Kept, record: Any) -> None:
@@ -457,15 +455,17 @@ def test_a_killed_evaluation_continues(
         if adds == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    Kept.add = add_and_die  # type: ignore[method-assign]
+    evaluated(model, definitions, folder, World(), "own_choice", batch_size=1)
+
+
+def test_a_killed_evaluation_continues(model: Path, definitions: Path, tmp_path: Path) -> None:
     run = partial(evaluated, model, definitions, tmp_path, World(), "own_choice", batch_size=1)
-    if (child := os.fork()) == 0:
-        try:
-            torch.set_num_threads(1)  # the others are not in this process
-            Kept.add = add_and_die  # type: ignore[method-assign]
-            run()
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    # Not a fork of this process, which has computed: a fork lacks its threads, and may crash.
+    child = clean_processes().Process(target=evaluate_and_die, args=(model, definitions, tmp_path))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     (parts,) = tmp_path.glob(".*.parts/*.jsonl")
     assert len(parts.read_text().splitlines()) == 3
     with parts.open("a") as file:

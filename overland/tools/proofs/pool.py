@@ -20,10 +20,17 @@ from overland.world import World
 TIMEOUT_SECONDS = 300
 
 
+def clean_processes() -> mp.context.ForkServerContext:
+    """Returns a context whose processes are forked from one that has imported torch and computed
+    nothing: a fork of a process that has computed lacks its threads, and may crash."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["overland.training.loop"])
+    return context
+
+
 class RankPool:
     def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["overland.training.loop"])
+        self._context = clean_processes()
         self._ranks: list[tuple[mp.process.BaseProcess, Connection]] = []
 
     def run(
