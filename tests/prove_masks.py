@@ -323,12 +323,14 @@ def compare(peer: Peer, form: Form, talk: Talk) -> Iterator[tuple[str, str]]:
         template = peer.template(source, tuple(form.roles.items()))
         try:
             written = template.write(talk.turns, talk.said, talk.tools)
-        except Undecided:
-            yield way, NO_PREFIXES if begins_otherwise(peer, form, talk, text) else DIFFERENT
         except ChatError as error:
             # Tools and their calls, which transformers leaves out.
-            left_out = "chat template does not write" in str(error)
-            yield way, REFUSED if text is None or left_out else DIFFERENT
+            if text is None or "chat template does not write" in str(error):
+                yield way, REFUSED
+            elif isinstance(error, Undecided) and begins_otherwise(peer, form, talk, text):
+                yield way, NO_PREFIXES
+            else:
+                yield way, DIFFERENT
         else:
             ids, weights = encode(peer.ours, written)
             if text != peer.write(form, form.marked, talk, tokenize=False):
