@@ -52,7 +52,7 @@ def tiny_job(folder: Path, **sections: dict[str, Any]) -> JobConfig:
     }
     for section, values in sections.items():
         settings.setdefault(section, {}).update(values)
-    if settings["training"].get("dataset_path") is not None:
+    if settings["training"].get("dataset_path") or settings.get("data", {}).get("sources"):
         del settings["training"]["dataset"]
     return JobConfig.model_validate(settings)
 

@@ -195,6 +195,8 @@ def config_of(sections: dict[str, dict[str, object]], files: Path, folder: Path)
                 whole[section][name][inner] = value
             else:
                 whole[section][name] = placed(key, value)
+    if whole["training"]["dataset_path"] is not None or whole["data"]["sources"]:
+        del whole["training"]["dataset"]
     return JobConfig.model_validate(whole)
 
 
