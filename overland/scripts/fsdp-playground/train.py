@@ -78,7 +78,9 @@ def settings(given: argparse.Namespace) -> list[str]:
         "training.mixed_precision_param": "bfloat16" if given.bf16 else "float32",
         "activation_checkpoint.mode": "full" if given.enable_recompute else "none",
         "metrics.enable_tensorboard": str(given.enable_tensorboard).lower(),
-        "metrics.save_tb_folder": given.tensorboard_dir and os.path.abspath(given.tensorboard_dir),
+        "metrics.save_tb_folder": os.path.abspath(given.tensorboard_dir)
+        if given.enable_tensorboard and given.tensorboard_dir
+        else None,
         "checkpoint.folder": own_name if os.path.isdir(f"{output_dir}/{own_name}") else ".",
         "checkpoint.type": given.ckpt_type,
         "checkpoint.resume": given.resume_dir,
