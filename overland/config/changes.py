@@ -39,7 +39,7 @@ FIXED = {
     "images": ("shape", "count", "pad"),
     "sft": (
         "shape", "chat_template", "template_options", "date", "learn", "too_long",
-        "parse_specials", "skip_unlearned",
+        "parse_specials", "special_tokens_in_content", "skip_unlearned",
     ),
     "preference": ("max_prompt", "prompt_side", "answer_side"),
     "debug": ("seed",),
