@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
 
 # Building the mesh and sharding take about 2 ms of CPU time per device: 30 s for this many.
 LARGEST_FAKE_WORLD = 16_384
+
+SLOW_SECONDS = 3.0
 
 MEMORY = {
     "parameters": "parameters",
@@ -77,7 +83,8 @@ def report(
     )
     missing = [problem for problem in problems if problem.kind == "missing"]
     try:
-        problems += require_start(loaded)
+        with said_if_slow("opening data, tokenizer and weights"):
+            problems += require_start(loaded)
     except ConfigError as error:
         raise ConfigError(in_order([*missing, *error.problems])) from None
     notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
@@ -101,7 +108,9 @@ def report(
             f"skipped the fake step, which supports {LARGEST_FAKE_WORLD:,} devices at most"
         )
     elif step and has_model:
-        step_facts, step_lines, more = fake_step_facts(loaded.config, world_size, is_here)
+        doing = f"taking a fake step of one rank of {world_size:,} (--no-step skips it)"
+        with said_if_slow(doing):
+            step_facts, step_lines, more = fake_step_facts(loaded.config, world_size, is_here)
         facts |= step_facts
         lines |= step_lines
         notes += more
@@ -122,6 +131,27 @@ def report(
         print(*(f"  {problem}" for problem in missing), sep="\n", end="\n\n")
     print(verdict(bool(missing), has_model))
     return code
+
+
+@contextmanager
+def said_if_slow(doing: str) -> Iterator[None]:
+    """Prints what is being done if it takes seconds, and then from time to time how long it has
+    taken."""
+    ended, started = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        pause = SLOW_SECONDS
+        while not ended.wait(pause):
+            print(f"{doing}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+            pause = 5 * SLOW_SECONDS
+
+    thread = threading.Thread(target=say, name="said-if-slow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def verdict(is_missing: bool, has_model: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -579,3 +580,18 @@ def test_a_backend_that_no_build_has_is_refused_by_check_too() -> None:
         loaded = load_config("run.toml", (), {"COMM_BACKEND": backend})
         (problem,) = [p for p in check_config(loaded, 8) if p.key == "comm.backend"]
         assert problem.kind == kind
+
+
+def test_a_slow_check_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from overland.cli import check
+
+    with check.said_if_slow("a quick one"):
+        pass
+    assert capsys.readouterr().err == ""
+    said = threading.Event()
+    monkeypatch.setattr(check, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("builtins.print", lambda *words, **_: said.set())
+    with check.said_if_slow("a slow one"):
+        assert said.wait(60)
