@@ -304,6 +304,7 @@ def with_packed_python(site: NamedSite, wanted: JobRequest) -> JobRequest:
     """Returns the request with the environment that the site's setup script packed, for a job of
     several nodes with disks of their own; reports what is used."""
     from overland.tools.jobs.script import packed_by_setup
+    from overland.words import command
 
     num_nodes = wanted.nodes + wanted.spares
     if num_nodes == 1 or wanted.container or not site.facts.disk.node_local:
@@ -312,9 +313,10 @@ def with_packed_python(site: NamedSite, wanted: JobRequest) -> JobRequest:
     if packed is not None:
         words = f"Python is copied to each node's disk from {packed} (--packed-env)"
     elif num_nodes >= MANY_NODES:
+        setup = command("overland", "env", site.name)
         words = (
             f"{num_nodes} nodes import Python from {sys.prefix}, which is slow on a shared file "
-            f"system; the script of `overland env {site.name}` packs it for --packed-env (a file "
+            f"system; the script of `{setup}` packs it for --packed-env (a file "
             "that is older than the environment is not used)"
         )
     else:
