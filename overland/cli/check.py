@@ -304,15 +304,14 @@ def lack_of_memory(config: JobConfig, world_size: int, step: FakeStep, where: st
     """Returns a note if `overland train` would refuse to start on this machine."""
     import torch
 
-    from overland.config.derived import resolve_degrees
+    from overland.config.derived import resolve_degrees, settle_dtype
     from overland.errors import TrainingError
     from overland.models.registry import model_config
-    from overland.training.auto import settle
     from overland.training.out_of_memory import require_memory
 
     architecture, device = model_config(config.model), torch.device(where)
     degrees = resolve_degrees(config.parallelism, world_size)
-    config, _ = settle(config, architecture, degrees, device)
+    config = config.model_copy(update={"training": settle_dtype(config.training, where)})
     held = step.held_bytes(config.training)
     try:
         require_memory(config, architecture, degrees, device, held, world_size)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from overland.checks.fake_step import fake_steps
+from overland.cli.check import lack_of_memory
 from overland.config.derived import resolve_degrees
 from overland.errors import Kind, TrainingError
 from overland.models.registry import model_config
@@ -139,3 +142,18 @@ def test_a_jobs_limit_is_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1024")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "7")
     assert machine_memory() == 7 * 2**30
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_check_says_what_train_would_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Of a GPU, only its memory is asked for."""
+    config = tiny_job(tmp_path)
+    (step,) = fake_steps(config, 1, device_type=where)
+    assert lack_of_memory(config, 1, step, "cpu") == []
+    monkeypatch.setattr(out_of_memory_, "machine_memory", lambda: 1000.0)
+    gpu = SimpleNamespace(total_memory=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    (note,) = lack_of_memory(config, 1, step, where)
+    assert ("on this GPU, which has" if where == "cuda" else "on this machine, which has") in note
