@@ -15,7 +15,7 @@ from tests.cli.processes import ROOT
 PAGE = (ROOT / "docs" / "private_torch.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (`.+`) \| .+ \|$", PAGE, flags=re.MULTILINE)
 LISTED = {name for row in ROWS for name in re.findall(r"`([\w.]+)`", row)}
-OF_NAMED_TUPLES = {"_asdict"}
+OF_NAMED_TUPLES = {"_asdict", "_make", "_replace"}
 
 
 def is_private(dotted: str) -> bool:
