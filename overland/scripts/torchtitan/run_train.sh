@@ -2,7 +2,7 @@
 # Trains with settings from the environment:
 #
 #   CONFIG_FILE   the config (or a recipe's name)           default: quickstart
-#   NGPU          processes on this machine, one per GPU     default: one per device
+#   NGPU          processes on this machine, one per GPU     default: one per device, 2 on a CPU
 #   LOG_RANK      ranks that print, such as 0,1              default: 0
 #   COMM_BACKEND  nccl, gloo, mpi or nvshmem                 default: depends on the device
 #   DRY_RUN=1     check the config without training or using a GPU
