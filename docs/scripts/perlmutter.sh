@@ -26,7 +26,7 @@ log() { printf '%(%F %T)T %s\n' -1 "$*"; }
 
 # The training loop writes the number of completed steps when it finishes. Jobs of the chain that
 # are no longer needed end here.
-finished() { [ "$(cat /pscratch/sd/m/me/runs/llama/done 2>/dev/null)" -ge 100 ] 2>/dev/null; }
+finished() { [ "$(head -n 1 /pscratch/sd/m/me/runs/llama/done 2>/dev/null)" -ge 100 ] 2>/dev/null; }
 if finished; then
     log 'already finished: /pscratch/sd/m/me/runs/llama'
     exit 0

@@ -26,7 +26,7 @@ log() { printf '%(%F %T)T %s\n' -1 "$*"; }
 
 # The training loop writes the number of completed steps when it finishes. Jobs of the chain that
 # are no longer needed end here.
-finished() { [ "$(cat /sdf/scratch/me/runs/llama/done 2>/dev/null)" -ge 100 ] 2>/dev/null; }
+finished() { [ "$(head -n 1 /sdf/scratch/me/runs/llama/done 2>/dev/null)" -ge 100 ] 2>/dev/null; }
 if finished; then
     log 'already finished: /sdf/scratch/me/runs/llama'
     exit 0

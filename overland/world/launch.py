@@ -9,8 +9,10 @@ by SIGHUP.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from types import FrameType
 
 from overland.errors import NotSavedError
 from overland.processes import PYTHON
+from overland.world.rendezvous import FIRST_PORT, LAST_PORT
 from overland.world.secret import VARIABLE as SECRET
 from overland.world.secret import new_secret
 from overland.world.signals import (
@@ -111,6 +114,13 @@ def _end_with_launcher() -> Callable[[], object] | None:
 
 
 def free_port() -> int:
+    """Returns a port that no connection of another program can take before rank 0 opens it: one
+    below those that the system assigns, if any is free there."""
+    drawn = random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT + 1), 100)
+    for port in drawn:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -52,7 +52,7 @@ def test_a_clipped_update_is_the_one_of_plain_torch(max_norm: float) -> None:
         reference.step()
         reference.zero_grad()
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-15)  # float64 to its last digits
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)  # float64 to its last digits
 
 
 def test_a_skipped_update_changes_nothing_not_even_the_step_count() -> None:

@@ -120,7 +120,7 @@ def test_state_of_another_optimizer_is_refused(ranks: RankPool, tmp_path: Path) 
     lion = job("Lion", "shard1", tmp_path, STEPS, save=True)
     lion.checkpoint.resume = str(path)
     (said,) = ranks.run(1, refusal, lion)
-    assert "was trained with AdamW, but this run uses Lion" in said
+    assert "optimizer.name" in said
     lion.checkpoint.skip_optimizer = True
     assert ranks.run(1, refusal, lion) == [""]
     # Files of others do not say whose state they hold.

@@ -247,7 +247,7 @@ def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Re
         "ranks": session.world.size,
         "seconds": round(time.monotonic() - started, 3),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"overland": overland.__version__, "torch": torch.__version__},
+        "versions": {"overland": overland.__version__, "torch": str(torch.__version__)},
     }
     path = session.once(partial(kept.finish, record))
     return {**record, "key": kept.key, "kept": None if path is None else str(path)}

@@ -149,7 +149,7 @@ def versions() -> dict[str, str]:
 
     return {
         "overland": overland.__version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "lm_eval": version("lm_eval"),
     }
 

@@ -44,14 +44,13 @@ class RankPool:
             for rank in range(num_ranks):
                 per_node = num_ranks // num_nodes
                 world = World(rank, num_ranks, rank % per_node, per_node)
-                self._ranks[rank][1].send((os.getcwd(), function, world, meeting_point.name, args))
+                pipe = self._ranks[rank][1]
+                pipe.send(os.getcwd())  # first: reading the function may import its module
+                pipe.send((function, world, meeting_point.name, args))
             results: dict[int, tuple[bool, Any]] = {}
             patience = TIMEOUT_SECONDS
             for rank in range(num_ranks):
-                if self._ranks[rank][1].poll(patience):
-                    results[rank] = self._ranks[rank][1].recv()
-                else:
-                    results[rank] = (False, "no answer")
+                results[rank] = _answer(self._ranks[rank][1], patience)
                 if not results[rank][0]:
                     patience = 2  # the others may wait for this one forever
         failures = [f"rank {i}:\n{text}" for i, (ok, text) in results.items() if not ok]
@@ -73,6 +72,14 @@ class RankPool:
         return process, ours
 
 
+def _answer(pipe: Connection, seconds: float) -> tuple[bool, Any]:
+    """Returns whether a rank succeeded, and its result or the error."""
+    try:
+        return pipe.recv() if pipe.poll(seconds) else (False, "no answer")
+    except (EOFError, OSError):
+        return False, "the process is gone"
+
+
 def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -82,9 +89,9 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        place, function, world, meeting_point, args = pipe.recv()
         try:
-            os.chdir(place)  # the folder that the caller is in now
+            os.chdir(pipe.recv())  # the folder that the caller is in now
+            function, world, meeting_point, args = pipe.recv()
             store = dist.FileStore(meeting_point, world.size)
             dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
             try:
@@ -92,5 +99,7 @@ def _serve(pipe: Connection) -> None:
             finally:
                 dist.destroy_process_group()
                 forget_meshes()
+        except EOFError:  # the pool is gone
+            return
         except BaseException:
             pipe.send((False, traceback.format_exc()))
