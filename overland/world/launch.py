@@ -24,7 +24,7 @@ from types import FrameType
 
 from overland.errors import NotSavedError
 from overland.processes import PYTHON
-from overland.world.rendezvous import FIRST_PORT, LAST_PORT
+from overland.world.rendezvous import FIRST_PORT
 from overland.world.secret import VARIABLE as SECRET
 from overland.world.secret import new_secret
 from overland.world.signals import (
@@ -115,8 +115,8 @@ def _end_with_launcher() -> Callable[[], object] | None:
 
 def free_port() -> int:
     """Returns a port that no connection of another program can take before rank 0 opens it: one
-    below those that the system assigns, if any is free there."""
-    drawn = random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT + 1), 100)
+    below those that the system assigns and those that follow from jobs, if any is free there."""
+    drawn = random.SystemRandom().sample(range(FIRST_PORT // 2, FIRST_PORT), 100)
     for port in drawn:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
