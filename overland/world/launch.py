@@ -119,7 +119,7 @@ def free_port() -> int:
     drawn = random.SystemRandom().sample(range(FIRST_PORT // 2, FIRST_PORT), 100)
     for port in drawn:
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
+            probe.bind(("127.0.0.1", port))
             return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
