@@ -267,7 +267,7 @@ lr_scheduler:
   warmup_iterations: 10
 misc: {max_epochs: 5, compiles_model: true, peak_flops_per_sec: 1}
 model:
-  hf_config: {hidden_size: 96, num_hidden_layers: 2, mask_ratio: 0.75}
+  hf_config: {hidden_size: 96, num_hidden_layers: 2, mask_ratio: 0.75, num_channels: 1}
   from_scratch: true
 optim: {lr: 3e-4, weight_decay: 0.05, grad_clip: 0.5, fused: false}
 """
@@ -444,9 +444,19 @@ def test_weights_come_from_the_assets_that_the_command_line_names(tmp_path: Path
             'checkpoint.state_dict_type = "ful": expected full, sharded, shard or local',
         ),
         (
-            "mask_ratio: 0.75}",
+            "mask_ratio: 0.75, num_channels: 1}",
             "mask_ratio: 0.75, num_channels: 3}",
             "dataset.num_channels = 1: model.hf_config.num_channels is 3; make them equal",
+        ),
+        (
+            ", num_channels: 1}",
+            "}",
+            "dataset.num_channels = 1: model.hf_config.num_channels is not set, and 3 by default",
+        ),
+        (
+            "{hidden_size: 96, num_hidden_layers: 2, mask_ratio: 0.75, num_channels: 1}",
+            "[1280]",
+            "model.hf_config = [1280]: expected keys",
         ),
         (", W_pad: 1080", "", "dataset.transforms.set.pad = true: set H_pad and W_pad of"),
         ("num_workers: 1", "input: {C: 1, H: 8}", "dataset.input.W is missing"),
@@ -460,6 +470,14 @@ def test_what_would_train_something_else_than_the_stub_is_refused(
     assert old in STUB
     with pytest.raises(ConfigError, match=re.escape(says)):
         load(tmp_path, STUB.replace(old, new), name="stub.yaml")
+
+
+@pytest.mark.parametrize("nothing", ["", "{}", "# ... architecture parameters"])
+def test_an_hf_config_without_keys_is_transformers_default(tmp_path: Path, nothing: str) -> None:
+    text = re.sub(r"hf_config: .*", f"hf_config: {nothing}", STUB)
+    loaded = load(tmp_path, text.replace("num_channels: 1", "num_channels: 3"), name="stub.yaml")
+    assert (loaded.config.model.flavor, dict(loaded.config.model.overrides)) == ("base", {})
+    assert any("does not set image_size" in note for note in loaded.notes_at_start())
 
 
 def test_one_value_of_the_stub_that_sets_several_keys_is_one_problem(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_a_partial_hf_config_takes_the_rest_from_transformers(place: Path) -> No
     transformers = pytest.importorskip("transformers")
     given = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16}
     yaml_file = {**yaml.safe_load(TEXT), "model": {"hf_config": given}}
+    del yaml_file["dataset"]["num_channels"]
     (place / CONFIG).write_text(yaml.safe_dump(yaml_file))
     loaded = load_config(str(place / CONFIG), resolve=False)
     model = loaded.config.model

@@ -49,6 +49,7 @@ LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
 WHOLE = "checkpoints are sharded and complete, and any number of devices can load them"
 UNSET = "null has no effect"
 HF_CONFIG = ("model", "hf_config")
+FLAVOR, CHANNELS = "base", 3  # ViTMAEConfig's defaults
 # Keys of hf_config that everyone should know the value of.
 SIZES = (
     "image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers",
@@ -115,7 +116,7 @@ def translate_stub(entries: Entries, shown: str, above: Entries) -> Translated:
     _switches(draft, entries)
     _steps(draft, entries, above)
     _images(draft, entries)
-    _channels(draft, entries)
+    _channels(draft, entries, above)
     _transforms(draft, entries)
     _last_batch(draft, entries)
     _saves(draft, entries)
@@ -133,15 +134,19 @@ def _model(draft: Draft, entries: Entries, above: Entries) -> None:
     """Sets the model that `hf_config` changes: transformers' ViTMAEConfig, as in the stub."""
     if ("model", "flavor") in entries or ("model", "config") in {**entries, **above}:
         return
-    given = {path[2]: entry for path, entry in entries.items() if path[:2] == HF_CONFIG}
+    given = {path[2]: entry for path, entry in entries.items() if is_size(path)}
     source = next(iter([*given.values(), *entries.values()]))
-    draft.put(("model", "flavor"), "base", source)
+    draft.put(("model", "flavor"), FLAVOR, source)
     if missing := [name for name in SIZES if name not in given]:
         draft.note(
             source,
             f"model.hf_config does not set {any_of(missing, 'and')}; transformers' defaults "
-            'for ViTMAE apply (model.flavor = "base")',
+            f'for ViTMAE apply (model.flavor = "{FLAVOR}")',
         )
+
+
+def is_size(path: KeyPath) -> bool:
+    return path[:2] == HF_CONFIG and len(path) > 2
 
 
 def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -150,8 +155,11 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
         (why for n in range(len(path), 0, -1) if (why := WITHOUT_MEANING.get(".".join(path[:n])))),
         None,
     )
-    if path[:2] == HF_CONFIG:
+    if is_size(path):
         draft.put(("model", "overrides", *path[2:]), entry.value, entry)
+    elif path == HF_CONFIG:  # nothing below it, or only comments
+        if entry.value not in (None, {}):
+            draft.refuse(path, entry, "expected keys of a ViTMAEConfig, as in `hidden_size: 1280`")
     elif dotted in SPECIAL:
         SPECIAL[dotted](draft, entry)
     elif path[:3] == TRANSFORM_SET:
@@ -214,15 +222,20 @@ def _images(draft: Draft, entries: Entries) -> None:
     draft.became(first, "dataset.input.C, H and W are now images.shape, for random tensors")
 
 
-def _channels(draft: Draft, entries: Entries) -> None:
-    """Refuses two settings of the number of channels that differ."""
-    path = ("dataset", "num_channels")
-    entry, taken = entries.get(path), entries.get(("model", "hf_config", "num_channels"))
-    if entry is not None and entry.value is not None and taken and taken.value != entry.value:
-        reason = (
-            f"model.hf_config.num_channels is {taken.value}; make them equal, or remove this key"
-        )
-        draft.refuse(path, entry, reason)
+def _channels(draft: Draft, entries: Entries, above: Entries) -> None:
+    """Refuses a number of channels that is not the model's."""
+    path, taken = ("dataset", "num_channels"), ("model", "overrides", "num_channels")
+    entry, settings = entries.get(path), {**draft.entries, **above}
+    if entry is None or entry.value is None:
+        return
+    if taken in settings:
+        own, said = settings[taken].value, f"is {settings[taken].value}; make them equal, or"
+    elif settings.get(("model", "flavor"), entry).value == FLAVOR:
+        own, said = CHANNELS, f"is not set, and {CHANNELS} by default; set it too, or"
+    else:
+        return
+    if own != entry.value:
+        draft.refuse(path, entry, f"model.hf_config.num_channels {said} remove this key")
 
 
 def _transforms(draft: Draft, entries: Entries) -> None:
