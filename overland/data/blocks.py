@@ -21,6 +21,7 @@ from overland.data.arrays import Arrays
 from overland.data.order import group_alike, groups, permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
 from overland.data.rows import Origins, Room
+from overland.data.shard import TOKENS, Shard
 from overland.data.sources.marks import digest_of
 from overland.data.windows import Documents, Reading, Windows
 
@@ -317,23 +318,19 @@ def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Room, pad_id:
     spans = [column.tolist() for column in columns]
     short = np.flatnonzero(lengths < width)
     padded = list(zip(rows[short].tolist(), lengths[short].tolist(), strict=True))
-    files = [shard.tokens for shard in documents.files]
-    _fill(into.tokens, zip(*spans, strict=True), files, padded, pad_id)
+    _fill(into.tokens, TOKENS, zip(*spans, strict=True), documents.files, padded, pad_id)
     for name, channel in into.channels.items():
-        given = {
-            number: shard.channels[name]
-            for number, shard in enumerate(documents.files)
-            if name in shard.channels
-        }
-        there = (span for span in zip(*spans, strict=True) if span[0] in given)
-        _fill(channel, there, given, padded, 0)
+        have = [name in shard.channels for shard in documents.files]
+        there = (span for span in zip(*spans, strict=True) if have[span[0]])
+        _fill(channel, name, there, documents.files, padded, 0)
     return begins
 
 
 def _fill(
     into: npt.NDArray[Any],
+    channel: str,
     spans: Iterable[tuple[int, ...]],
-    files: Sequence[npt.NDArray[Any]] | Mapping[int, npt.NDArray[Any]],
+    files: Sequence[Shard],
     padded: Iterable[tuple[int, int]],
     padding: int,
 ) -> None:
@@ -341,7 +338,7 @@ def _fill(
     rows with the place where their padding begins."""
     flat = into.reshape(-1)
     for file, first, place, size in spans:
-        flat[place : place + size] = files[file][first : first + size]
+        flat[place : place + size] = files[file].read(first, first + size, channel)
     for row, end in padded:
         into[row, end:] = padding
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +39,6 @@ LOOK_SECONDS = 0.25  # between checks of a claim, each of which takes a few file
 # processes have started.
 FEW_SHARDS = 2
 FEW_DOCUMENTS = 8192
-VERIFIERS = 4  # threads: hashing runs at about 1 GB/s each
 
 
 def open_corpus(
@@ -100,8 +98,6 @@ class Corpus:
         self._bad: dict[int, int] = {}
         self._counts: dict[int, Mapping[str, int]] = {}
         self._empty: set[int] = set()
-        self._verified: dict[int, tuple[int, int]] = {}
-        """The identity of each shard whose checksum was verified."""
         self._expected: list[int] = []
         self._is_closed = False
         self._lock, self._making = threading.RLock(), threading.Lock()
@@ -162,26 +158,13 @@ class Corpus:
                 self._opened[number] = shard
                 return shard
         shard = self._await(number)
+        shard.verify_index()
         with self._lock:
             self._opened[number] = shard
             if len(self._opened) > OPEN_SHARDS:
                 self._opened.popitem(last=False)
             self._count(number, shard)
         return shard
-
-    def verified(self, numbers: Sequence[int]) -> list[Shard]:
-        """Opens shards and verifies the checksum of each, once in this process."""
-        shards = [self.shard(number) for number in numbers]
-        new = {
-            number: shard
-            for number, shard in zip(numbers, shards, strict=True)
-            if self._verified.get(number) != shard.identity
-        }
-        if new:
-            with ThreadPoolExecutor(VERIFIERS) as pool:
-                list(pool.map(Shard.verify, new.values()))
-            self._verified |= {number: shard.identity for number, shard in new.items()}
-        return shards
 
     def expect(self, numbers: Sequence[int]) -> None:
         """Announces the shards that are needed next, in this order: background processes make the

@@ -200,7 +200,7 @@ class BuiltCorpus(FileSource):
     def read(self, chunk: str) -> Iterator[Document]:
         with reading(self.root / chunk):
             shard = open_shard(self.root / chunk)
-            shard.verify()
+            shard.verify_index()
         for number in range(shard.info.num_documents):
             yield self._document(shard, number)
 
@@ -211,8 +211,8 @@ class BuiltCorpus(FileSource):
         tokens = document.astype(np.int64)
         if not shard.channels:
             return tokens
-        place = slice(*shard.offsets[number : number + 2])
-        return {TOKENS: tokens, **{name: one[place] for name, one in shard.channels.items()}}
+        channels = {name: shard.document(number, name) for name in shard.channels}
+        return {TOKENS: tokens, **channels}
 
 
 def place_of(source: Source) -> str:

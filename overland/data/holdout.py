@@ -23,13 +23,12 @@ import numpy.typing as npt
 from overland.config.schema import Data as Settings
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import CorpusLayout
-from overland.data.shard import Shard
+from overland.data.shard import Shard, mark_of
 from overland.errors import DataError
 from overland.files import replaced
 from overland.run_folder import PLAN
 from overland.words import any_of, number_of
 
-KEY = b"overland: held out or not"
 FORMAT = 2
 MARKS = f"marks-{FORMAT}"
 
@@ -163,30 +162,21 @@ def without_held_out(corpora: Mapping[str, Corpus], shares: Mapping[str, float])
     return empty
 
 
-def marks_of(shard: Shard, layout: CorpusLayout) -> Marks:
-    first, last = int(layout.add_bos), int(layout.add_eos)
-    tokens = np.asarray(shard.tokens)
-    marks = np.empty(shard.info.num_documents, np.uint64)
-    dtype = tokens.dtype if layout.kind == "arrays" else "<u4"
-    for number in range(len(marks)):
-        begin, end = shard.offsets[number] + first, shard.offsets[number + 1] - last
-        ids = tokens[begin:end].astype(dtype).tobytes()
-        digest = hashlib.blake2b(ids, digest_size=8, key=KEY).digest()
-        marks[number] = int.from_bytes(digest, "little")
-    return marks
-
-
 def _kept_marks(corpus: Corpus, number: int) -> Marks:
-    """Returns the marks of a shard, cached in a file so that not every rank reads every token. The
-    file begins with a seal of the marks and of their shard; a damaged one is written again."""
+    """Returns the marks of a shard. Shards of earlier versions have none: they are cached in a
+    file, which begins with a seal of the marks and of their shard; a damaged one is written
+    again."""
     shard, path = corpus.shard(number), _path(corpus.layout, number)
+    if shard.marks is not None:
+        return shard.marks
     with contextlib.suppress(OSError, ValueError):
         kept: Marks = np.load(path)
         is_whole = kept.dtype == np.uint64 and kept.shape == (1 + shard.info.num_documents,)
         if is_whole and kept[0] == _seal(kept[1:], shard):
             return kept[1:]
-    corpus.verified([number])
-    marks = marks_of(shard, corpus.layout)
+    specials = int(corpus.layout.add_bos), int(corpus.layout.add_eos)
+    documents = map(shard.document, range(shard.info.num_documents))
+    marks = np.array([mark_of(document, specials) for document in documents], np.uint64)
     with contextlib.suppress(OSError):  # the corpus may be read-only
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path, shared=True, durable=False) as file:

@@ -3,12 +3,16 @@
     head      64 bytes, see `HEAD`
     tokens    all documents concatenated, little-endian uint16 or uint32, or bytes; padded to
               8 bytes
-    channels  in format 2, further arrays with an element per token, each padded to 8 bytes
+    channels  further arrays with an element per token, each padded to 8 bytes
     offsets   int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
-    note      JSON: the first and the last chunk; in format 2 also the channels and their types, and
-              counts of documents that were left out or truncated
+    marks     uint64, a hash of each document, by which `data.holdout` chooses
+    sums      uint64, a checksum of each block of tokens and channels
+    note      JSON: the first and the last chunk, the channels and their types, and counts of
+              documents that were left out or truncated
 
-Token ids without channels are written in format 1.
+The head has a checksum of everything from the offsets on. A reader verifies that, and then only the
+blocks that it reads: each of thousands of ranks reads few of them. Formats 1 (without channels) and
+2 have no marks and no sums; their checksum is that of everything after the head.
 
 The file is complete or absent: it is written to a temporary file, flushed to disk and renamed. It
 contains no times or machine names, so its bytes are the same whoever makes it.
@@ -24,6 +28,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -34,14 +39,17 @@ from overland.errors import DataError
 from overland.files import replaced
 
 MAGIC = b"OVLSHARD"
-FORMAT = 1
-WITH_CHANNELS = 2
+FORMAT = 3
+FORMATS = (1, 2, 3)
 # magic, format, bytes per token, documents, tokens, bad documents, largest id, bytes of the note,
 # the first 8 bytes of the checksum, CRC-32 of everything before it
 HEAD = struct.Struct("<8sHHQQQqI8sQ")
 BYTES = "|u1"
 DTYPES = {1: BYTES, 2: "<u2", 4: "<u4"}
-VERIFY_BYTES = 1 << 22  # hashed at once, while other threads go on
+# A rank reads the whole block around each document. Larger ones cost more reading than the file
+# system's own read-ahead; sums of smaller ones, which every rank reads, cost more than the tokens.
+BLOCK_BYTES = 1 << 14
+MARK_KEY = b"overland: held out or not"
 FLUSH_TOKENS = 1 << 18  # written at once: writing each document of 100 tokens would be slower
 
 Ids = npt.NDArray[np.generic]
@@ -62,7 +70,7 @@ class ShardInfo(NamedTuple):
     chunks: tuple[str, str]
     """The first and the last of its chunks."""
     checksum: str
-    """Checksum of everything after the head."""
+    """Checksum of everything after tokens and channels; in formats 1 and 2, after the head."""
     channels: Mapping[str, str] = {}
     """The types of the channels, by name."""
     counts: Mapping[str, int] = {}
@@ -76,58 +84,106 @@ class Shard:
     path: Path
     info: ShardInfo
     tokens: Ids
+    """Unverified, as are `channels`; `read` and `document` verify what they return."""
     offsets: npt.NDArray[np.int64]
     channels: Mapping[str, Ids]
+    marks: npt.NDArray[np.uint64] | None
+    """See `mark_of`. None in formats 1 and 2."""
     data: mmap.mmap
     """The whole file."""
-    identity: tuple[int, int]
-    """Inode and time of the file: a shard that is made again is another file."""
+    places: Mapping[str, int]
+    """Where tokens and channels begin in the file."""
+    sums: npt.NDArray[np.uint64]
+    block_bytes: int
+    index_at: int
+    """Where the offsets begin; everything from there on is small."""
+    is_verified: bytearray
+    """Whether each block was verified."""
 
-    def document(self, number: int) -> Ids:
-        return self.tokens[self.offsets[number] : self.offsets[number + 1]]
+    def read(self, begin: int, end: int, channel: str = TOKENS) -> Ids:
+        """Returns tokens [begin, end), or their values in a channel, once verified."""
+        values = self.tokens if channel == TOKENS else self.channels[channel]
+        at, width = self.places[channel] - HEAD.size, values.itemsize
+        self._verify(at + begin * width, at + end * width)
+        return values[begin:end]
+
+    def document(self, number: int, channel: str = TOKENS) -> Ids:
+        return self.read(int(self.offsets[number]), int(self.offsets[number + 1]), channel)
+
+    def verify_index(self) -> None:
+        """Verifies everything except tokens and channels; in formats 1 and 2, those too."""
+        if self.marks is None:
+            return self.verify()
+        with memoryview(self.data) as data:
+            self._compare(_sum(data[self.index_at :]), _as_sum(self.info.checksum))
 
     def verify(self) -> None:
-        """Reads the whole file and verifies its checksum."""
-        digest = hashlib.blake2b(digest_size=8)
-        self.data.madvise(mmap.MADV_WILLNEED)
-        with memoryview(self.data) as data:
-            for at in range(HEAD.size, len(data), VERIFY_BYTES):
-                digest.update(data[at : at + VERIFY_BYTES])
-        if digest.hexdigest() != self.info.checksum:
+        """Verifies every byte after the head, which was verified when the file was opened."""
+        if self.marks is not None:
+            self.verify_index()
+        self._verify(0, len(self.sums) * self.block_bytes)
+
+    def _verify(self, begin: int, end: int) -> None:
+        """Verifies the blocks that contain these bytes, counted from the end of the head."""
+        for block in range(begin // self.block_bytes, -(-end // self.block_bytes)):
+            if self.is_verified[block]:
+                continue
+            first = HEAD.size + block * self.block_bytes
+            last = first + self.block_bytes
+            with memoryview(self.data) as data:
+                end_of_data = self.index_at if self.marks is not None else len(data)
+                found = _sum(data[first : min(last, end_of_data)])
+            self._compare(found, int(self.sums[block]))
+            self.is_verified[block] = True
+
+    def _compare(self, found: int, stored: int) -> None:
+        if found != stored:
             raise DataError(
                 f"{self.path} is damaged: its checksum does not match; delete it and build it again"
             )
 
 
 def open_shard(path: Path) -> Shard:
-    """Maps a shard into memory. This checks its head and size; `Shard.verify` checks its bytes."""
+    """Maps a shard into memory. This checks its head and size; `Shard` verifies its bytes."""
     with path.open("rb") as file:
         head = file.read(HEAD.size)
-        stat = os.fstat(file.fileno())
-        size = stat.st_size
+        size = os.fstat(file.fileno()).st_size
         about = _parse(head, path)
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     chunks, channels, counts = _read_note(data, about, path)
     types = [DTYPES[about.width], *channels.values()]
-    *places, offsets_at, note_at = _places(about.num_documents, about.num_tokens, types)
-    if size != note_at + about.note_bytes:
+    *places, index_at = _places(about.num_tokens, types)
+    is_old = about.version != FORMAT
+    num_blocks = 0 if is_old else -(-(index_at - HEAD.size) // BLOCK_BYTES)
+    marks_at = index_at + 8 * (about.num_documents + 1)
+    sums_at = marks_at + (0 if is_old else 8 * about.num_documents)
+    end = sums_at + 8 * num_blocks + about.note_bytes
+    if size != end:
         raise DataError(
             f"{path} is truncated or damaged: it has {size:,} bytes, but its header says "
-            f"{note_at + about.note_bytes:,}; delete it and build it again"
+            f"{end:,}; delete it and build it again"
         )
     tokens, *rest = (
         np.frombuffer(data, dtype, about.num_tokens, at)
         for dtype, at in zip(types, places, strict=True)
     )
-    offsets = np.frombuffer(data, "<i8", about.num_documents + 1, offsets_at)
+    offsets = np.frombuffer(data, "<i8", about.num_documents + 1, index_at)
     if offsets[0] != 0 or offsets[-1] != about.num_tokens:
         raise DataError(f"{path} is damaged: its documents do not cover its tokens")
     info = ShardInfo(
         about.num_documents, about.num_tokens, about.num_bad, about.max_token, DTYPES[about.width],
         chunks, about.checksum, channels, counts,
     )  # fmt: skip
-    further = dict(zip(channels, rest, strict=True))
-    return Shard(path, info, tokens, offsets, further, data, (stat.st_ino, stat.st_mtime_ns))
+    if is_old:  # one block
+        marks, sums = None, np.array([_as_sum(about.checksum)], np.uint64)
+    else:
+        marks = np.frombuffer(data, "<u8", about.num_documents, marks_at)
+        sums = np.frombuffer(data, "<u8", num_blocks, sums_at)
+    return Shard(
+        path, info, tokens, offsets, dict(zip(channels, rest, strict=True)), marks, data,
+        dict(zip([TOKENS, *channels], places, strict=True)), sums,
+        size - HEAD.size if is_old else BLOCK_BYTES, index_at, bytearray(len(sums)),
+    )  # fmt: skip
 
 
 def read_counts(path: Path) -> tuple[int, int, int]:
@@ -146,55 +202,84 @@ def write_shard(
     beside: Path | None = None,
     channels: Mapping[str, str] | None = None,
     counts: Callable[[], Mapping[str, int]] = dict,
+    specials: tuple[int, int] = (0, 0),
 ) -> ShardInfo:
-    """Writes documents as they come; only their offsets and channels are held in memory.
+    """Writes documents as they come; only their offsets, marks and channels are held in memory.
 
     With `channels` (types by name), each document is a structured array that has them next to its
     `tokens`. `num_bad` and `counts` are called at the end. `beside` is the temporary file, before
-    it is published. Raises FileNotFoundError if someone deletes it in the meantime.
+    it is published. `specials`: how many tokens at the beginning and end of each document are BOS
+    and EOS. Raises FileNotFoundError if someone deletes it in the meantime.
     """
     width = np.dtype(dtype).itemsize
     assert dtype == DTYPES[width]
     channels = dict(channels or {})
-    version = WITH_CHANNELS if channels or dtype == BYTES else FORMAT
     with replaced(path, beside=beside, shared=True) as file:
         file.write(bytes(HEAD.size))
-        digest = hashlib.blake2b(digest_size=8)
-        tee = _Tee(file, digest)
-        offsets, max_token = _write_tokens(tee, documents, dtype, channels)
-        tee.write(offsets.astype("<i8").tobytes())
-        about: Any = chunks
+        blocks = _Blocks(file)
+        offsets, marks, max_token = _write_tokens(blocks, documents, dtype, channels, specials)
         counted = dict(sorted(counts().items()))
-        if version != FORMAT:
-            about = {"chunks": chunks, "channels": channels}
-            about |= {"counts": counted} if counted else {}
+        about: dict[str, Any] = {"chunks": chunks, "channels": channels}
+        about |= {"counts": counted} if counted else {}
         note = json.dumps(about).encode()
-        tee.write(note)
+        index = offsets.astype("<i8").tobytes() + marks.astype("<u8").tobytes()
+        index += np.array(blocks.finished(), "<u8").tobytes() + note
+        file.write(index)
         info = ShardInfo(
             len(offsets) - 1, int(offsets[-1]), num_bad(), max_token, dtype, chunks,
-            digest.hexdigest(), channels, counted,
+            _sum(index).to_bytes(8, "little").hex(), channels, counted,
         )  # fmt: skip
         file.seek(0)
-        file.write(_head(info, version, width, len(note)))
+        file.write(_head(info, FORMAT, width, len(note)))
     return info
 
 
-class _Tee:
-    """Writes to a file and updates a digest."""
+def mark_of(ids: Ids, specials: tuple[int, int]) -> int:
+    """Returns a keyed hash of a document's tokens, without BOS and EOS, whatever type they are
+    stored in."""
+    ids = ids[specials[0] : max(len(ids) - specials[1], 0)]
+    return _sum(ids.astype(BYTES if ids.dtype == BYTES else "<u4").tobytes(), MARK_KEY)
 
-    def __init__(self, file: BinaryIO, digest: hashlib.blake2b) -> None:
-        self.file, self.digest = file, digest
+
+def _sum(data: bytes | memoryview, key: bytes = b"") -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little")
+
+
+def _as_sum(checksum: str) -> int:
+    return int.from_bytes(bytes.fromhex(checksum), "little")
+
+
+class _Blocks:
+    """Writes to a file, and computes the checksum of each block."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._begun = file, b""
+        self._sums: list[int] = []
 
     def write(self, data: bytes) -> None:
-        self.file.write(data)
-        self.digest.update(data)
+        self._file.write(data)
+        data = self._begun + data
+        whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
+        with memoryview(data) as view:
+            starts = range(0, whole, BLOCK_BYTES)
+            self._sums += [_sum(view[at : at + BLOCK_BYTES]) for at in starts]
+        self._begun = data[whole:]
+
+    def finished(self) -> list[int]:
+        return [*self._sums, _sum(self._begun)] if self._begun else self._sums
 
 
 def _write_tokens(
-    file: _Tee, documents: Iterable[Ids], dtype: str, channels: Mapping[str, str]
-) -> tuple[npt.NDArray[np.int64], int]:
-    """Writes tokens and channels; returns the offsets of documents, and the largest id."""
+    file: _Blocks,
+    documents: Iterable[Ids],
+    dtype: str,
+    channels: Mapping[str, str],
+    specials: tuple[int, int],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], int]:
+    """Writes tokens and channels; returns the offsets and marks of documents, and the largest
+    id."""
     lengths, max_token = [0], -1
+    marks: list[int] = []
     limit = 1 << 8 * np.dtype(dtype).itemsize
     kept: dict[str, list[bytes]] = {name: [] for name in channels}
     for batch in _batches(documents):
@@ -208,14 +293,17 @@ def _write_tokens(
             max_token = max(max_token, int(ids.max()))
             assert int(ids.min()) >= 0
             assert max_token < limit
-        file.write(ids.astype(dtype).tobytes())
+        ids = ids.astype(dtype)
+        ends = np.cumsum([0, *map(len, batch)]).tolist()
+        marks.extend(mark_of(ids[a:b], specials) for a, b in pairwise(ends))
+        file.write(ids.tobytes())
     offsets = np.cumsum(np.asarray(lengths, np.int64))
     file.write(_padding(int(offsets[-1]) * np.dtype(dtype).itemsize))
     for parts in kept.values():
         for part in parts:
             file.write(part)
         file.write(_padding(sum(map(len, parts))))
-    return offsets, max_token
+    return offsets, np.array(marks, np.uint64), max_token
 
 
 def _batches(documents: Iterable[Ids]) -> Iterator[list[Ids]]:
@@ -234,13 +322,13 @@ def _padding(num_bytes: int) -> bytes:
     return bytes(-num_bytes % 8)
 
 
-def _places(num_documents: int, num_tokens: int, types: Iterable[str]) -> list[int]:
-    """Returns the offsets of tokens, channels, document offsets and note in the file."""
+def _places(num_tokens: int, types: Iterable[str]) -> list[int]:
+    """Returns the offsets of tokens, channels and document offsets in the file."""
     places = [HEAD.size]
     for one in types:
         num_bytes = num_tokens * np.dtype(one).itemsize
         places.append(places[-1] + num_bytes + len(_padding(num_bytes)))
-    return [*places, places[-1] + 8 * (num_documents + 1)]
+    return places
 
 
 def _read_note(
@@ -249,7 +337,7 @@ def _read_note(
     """Reads the first and the last chunk, the types of the channels, and the counts."""
     try:
         note = json.loads(data[len(data) - about.note_bytes :])
-        if about.version == FORMAT:
+        if about.version == 1:
             note = {"chunks": note, "channels": {}}
         first, last = note["chunks"]
         channels = {name: np.dtype(one).str for name, one in note["channels"].items()}
@@ -285,10 +373,9 @@ def _parse(head: bytes, path: Path) -> _Head:
             f"{path} is not a token shard, or is truncated; delete it and build it again"
         )
     fields = HEAD.unpack(head)
-    if fields[1] not in (FORMAT, WITH_CHANNELS):
+    if fields[1] not in FORMATS:
         raise DataError(
-            f"{path} has format {fields[1]}, but this version reads {FORMAT} and {WITH_CHANNELS}: "
-            "build it again"
+            f"{path} has format {fields[1]}, but this version reads 1 to {FORMAT}: build it again"
         )
     if fields[-1] != zlib.crc32(HEAD.pack(*fields[:-1], 0)):
         raise DataError(f"{path} is damaged in its header; delete it and build it again")

@@ -96,6 +96,7 @@ class ShardMaker:
                 claim.part,
                 self.layout.channels,
                 lambda: self.counts() - counted,
+                (int(self.layout.add_bos), int(self.layout.add_eos)),
             )
         finally:
             claim.release()

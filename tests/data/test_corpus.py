@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from overland.data import corpus as corpus_module
+from overland.data import shard as shard_module
 from overland.data.build import build
 from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.sampler import Sampler
@@ -262,17 +263,51 @@ def read_all(rows: Sampler) -> None:
         rows.read(batch)
 
 
-@pytest.mark.parametrize("place", [70, -70])  # a token, an offset
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("place", [70, -200])  # a token, the index
 def test_training_stops_before_it_reads_a_shard_with_a_flipped_bit(
-    tmp_path: Path, place: int
+    tmp_path: Path, place: int, num_ranks: int
 ) -> None:
     corpus = make_corpus("a", Numbered(100, 60), tmp_path, built=True)
-    plan = one_segment({"a": corpus}, {"a": 1.0})
-    path = corpus.layout.shard_path(3)
-    flip(path, place)
-    rows = rows_of(plan, {"a": open_corpus(corpus.folder)})
+    plan = one_segment({"a": corpus}, {"a": 1.0}, global_batch_size=6)
+    good = rows_of(plan, {"a": corpus})
+    right = [good.read(batch).tokens for batch in range(20)]
+    flip(corpus.layout.shard_path(3), place)
+    ranks = [rows_of(plan, {"a": open_corpus(corpus.folder)}) for _ in range(num_ranks)]
+
+    def train() -> None:
+        for batch in range(20):
+            parts = [one.read(batch, part, num_ranks).tokens for part, one in enumerate(ranks)]
+            assert np.array_equal(np.concatenate(parts), right[batch])
+
     with pytest.raises(DataError, match=r"0000003\.shard is damaged"):
-        read_all(rows)
+        train()
+
+
+def test_each_of_many_ranks_hashes_little_more_than_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    sum_of = shard_module._sum
+
+    def counting(data: bytes | memoryview, key: bytes = b"") -> int:
+        hashed.append(len(data))
+        return sum_of(data, key)
+
+    monkeypatch.setattr(shard_module, "_sum", counting)
+    monkeypatch.setattr(shard_module, "BLOCK_BYTES", 512)
+    source = Numbered(1, 200, longest=1000, per_chunk=20)
+    corpus = make_corpus("a", source, tmp_path, built=True)
+    size = sum(path.stat().st_size for path in corpus.folder.glob("shards/*/*"))
+    num_ranks, worst = 32, 0
+    plan = one_segment({"a": corpus}, {"a": 1.0}, seq_len=512, global_batch_size=num_ranks)
+    for part in (0, 17, 31):
+        hashed.clear()
+        rows = rows_of(plan, {"a": open_corpus(corpus.folder)})
+        for batch in range(rows.num_batches()):
+            rows.read(batch, part, num_ranks)
+        worst = max(worst, sum(hashed))
+    assert worst < size / 4
 
 
 @pytest.mark.parametrize("place", [0, -8])  # its head, the tokens of the last shard

@@ -27,7 +27,7 @@ from overland.errors import DataError
 from overland.run_folder import PLAN
 from overland.training.rehearsal import require_start
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
-from tests.data.making import write_lines
+from tests.data.making import as_before, write_lines
 
 SHARE = 0.2
 VALIDATES_ON_ITSELF = {"training": {"dataset": "stdlib_heldout"}, "validation": {"enable": True}}
@@ -121,6 +121,13 @@ def test_shares_that_leave_nothing_are_told(tmp_path: Path) -> None:
         sides(corpus, share=1 - 1e-12)
 
 
+def before(corpus: Corpus) -> Corpus:
+    """The same corpus as earlier versions wrote it, without marks in its shards."""
+    for path in corpus.folder.glob("shards/*/*.shard"):
+        as_before(path)
+    return open_corpus(corpus.folder)
+
+
 def test_a_built_corpus_is_split_alike_whatever_stands_around_its_documents(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -131,6 +138,8 @@ def test_a_built_corpus_is_split_alike_whatever_stands_around_its_documents(
         folder = lay_out("a", source, one, tmp_path / str(number))
         corpus = open_corpus(folder, lambda: source, lambda one=one: one, wait=False)  # type: ignore[misc]
         found.append(held_out_documents(corpus, 0, SHARE).tolist())
+        corpus = before(corpus)
+        assert held_out_documents(corpus, 0, SHARE).tolist() == found[-1]
         (kept,) = folder.glob("marks-*/*/*.npy")
         swapped = bytearray(kept.read_bytes())
         swapped[-16:] = swapped[-8:] + swapped[-16:-8]  # marks of the last two documents
@@ -142,7 +151,8 @@ def test_a_built_corpus_is_split_alike_whatever_stands_around_its_documents(
 
 
 def test_marks_of_another_shard_are_not_used(tmp_path: Path) -> None:
-    corpus = make_corpus("a", Numbered(100, 60), tmp_path)
+    corpus = make_corpus("a", Numbered(100, 60), tmp_path, built=True)
+    corpus = before(corpus)
     found = [held_out_documents(corpus, number, SHARE).tolist() for number in (0, 1)]
     first, second = sorted(corpus.folder.glob("marks-*/*/*.npy"))[:2]
     first.write_bytes(second.read_bytes())

@@ -175,14 +175,13 @@ class HeldOut:
         return [str(number) for number in range(self.corpus.num_shards)]
 
     def read(self, chunk: str) -> Iterator[Any]:
-        (shard,) = self.corpus.verified([int(chunk)])
+        shard = self.corpus.shard(int(chunk))
         for number in np.flatnonzero(held_out_documents(self.corpus, int(chunk), self.share)):
             ids = shard.document(int(number)).astype(np.int64)
             if WEIGHTS not in shard.channels:
                 yield ids
                 continue
-            place = slice(*shard.offsets[number : number + 2])
-            yield {TOKENS: ids, WEIGHTS: shard.channels[WEIGHTS][place]}
+            yield {TOKENS: ids, WEIGHTS: shard.document(int(number), WEIGHTS)}
 
     def fingerprint(self) -> str:
         return digest_of([self.corpus.fingerprint, self.share])
