@@ -114,6 +114,21 @@ def test_a_run_whose_losses_are_all_nan_has_a_page(tmp_path: Path) -> None:
     assert "5 values not finite" in build_page(reports(run))
 
 
+def test_the_figure_of_a_loss_that_became_nan_is_not_an_older_mean(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    odd = {7: math.nan, 40: math.inf, **dict.fromkeys(range(91, 101), math.nan)}
+    lines = [line(step, NOW + step, loss=odd.get(step, 3.0)) for step in range(1, 101)]
+    lines += [json.dumps({"step": step, "validation_loss": loss}) + "\n"
+              for step, loss in ((100, 4.0), (101, math.nan))]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(lines))
+    figures = {one.name: (one.words, one.note) for one in reports(run)[0].figures}
+    assert figures["loss"] == ("not finite", "since step 91; before: 3.0000")
+    assert figures["validation loss"] == ("4.0000", "best, at step 100; last not finite")
+    json.loads(json.dumps(numbers_of(reports(run)), allow_nan=False))
+    (run / "metrics.jsonl").write_text("".join(lines[:90]))
+    assert figure(reports(run)[0], "loss") == 3.0
+
+
 def test_steps_that_were_taken_again_count_once_and_the_first_time_is_lost(tmp_path: Path) -> None:
     """Files of earlier versions have both; today's have the lost ones in a file of their own."""
     run = make_run(tmp_path)
@@ -323,6 +338,8 @@ def test_means_are_of_the_steps_up_to_each_place_and_reach_the_last() -> None:
     assert found == [[5, 10, 12], [11, 66, np.mean([64, 81, 100, 121, 144])]]
     rare = np.arange(10.0, 101.0, 10.0)
     assert [one.tolist() for one in means(rare, rare, 20)][1][-1] == 95
+    spike = np.where(steps == 3, 1e20, 2.0)  # which rounds nothing but its own mean
+    assert means(steps, spike, 5)[1].tolist() == [2e19, 2, 2]
 
 
 def test_there_is_no_mean_of_single_values() -> None:

@@ -73,6 +73,14 @@ class Columns:
         known = np.abs(values) < LARGEST_VALUE
         return self.steps[known], values[known]
 
+    def not_finite_since(self, name: str) -> int | None:
+        """Returns the first step of the NaN or infinite values at the end, if there are any."""
+        odd = [step for step, _ in self.odd.get(name, [])]
+        if not odd or odd[-1] != self.last_step:
+            return None
+        finite = self.points(name)[0]
+        return next(step for step in odd if not len(finite) or step > finite[-1])
+
     def newest(self, most: int) -> list[Record]:
         """Returns the last records, without missing values."""
         found = []

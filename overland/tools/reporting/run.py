@@ -294,14 +294,8 @@ def _in_config_words(config: Mapping[str, Any]) -> list[tuple[str, str | None]]:
 
 def figures_of(report: RunReport) -> list[Figure]:
     logged, status = report.lines.logged, report.status
-    steps, losses = logged.points("loss")
-    found: list[Figure | None] = [_steps(report), _tokens(report)]
-    if len(steps):
-        fine, _ = bin_sizes(float(steps[-1]), spacing_of(steps))
-        mean = float(means(steps, losses, fine)[1][-1])
-        what = f"mean of the last {fine:,} steps" if fine > 1 else "at the last step logged"
-        found.append(Figure("loss", f"{mean:.4f}", what, mean))
-    found += [_best(report), _time(report), _share(report), _throughput(report)]
+    found = [_steps(report), _tokens(report), _loss(report), _best(report), _time(report)]
+    found += [_share(report), _throughput(report)]
     mfu = logged.points("mfu")[1]
     if len(mfu):
         middle = float(np.median(mfu))
@@ -336,13 +330,29 @@ def _tokens(report: RunReport) -> Figure | None:
     return None
 
 
+def _loss(report: RunReport) -> Figure | None:
+    logged = report.lines.logged
+    steps, losses = logged.points("loss")
+    if (since := logged.not_finite_since("loss")) is not None:
+        before = f"; before: {losses[-1]:.4f}" if len(losses) else ""
+        return Figure("loss", "not finite", f"since step {since:,}{before}")
+    if not len(steps):
+        return None
+    fine, _ = bin_sizes(float(logged.last_step), spacing_of(steps))
+    mean = float(means(steps, losses, fine)[1][-1])
+    what = f"mean of the last {fine:,} steps" if fine > 1 else "at the last step logged"
+    return Figure("loss", f"{mean:.4f}", what, mean)
+
+
 def _best(report: RunReport) -> Figure | None:
     columns = report.lines.held_out.get(VALIDATION_LOSS)
     if columns is None or not len(columns.points("value")[0]):
         return None
     steps, values = columns.points("value")
     best = int(np.argmin(values))
-    note = f"best, at step {int(steps[best]):,}; last {values[-1]:.4f}"
+    is_finite = columns.not_finite_since("value") is None
+    last = f"{values[-1]:.4f}" if is_finite else "not finite"
+    note = f"best, at step {int(steps[best]):,}; last {last}"
     return Figure("validation loss", f"{values[best]:.4f}", note, float(values[best]))
 
 

@@ -64,5 +64,7 @@ def means(steps: Numbers, values: Numbers, size: int) -> tuple[Numbers, Numbers]
     number = ((steps - 1) // size).astype(np.int64)
     ends = np.flatnonzero(np.diff(number, append=-1))
     begins = np.searchsorted(steps, steps[ends] - size, side="right")
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    return steps[ends], (sums[ends + 1] - sums[begins]) / (ends + 1 - begins)
+    # Each range is summed separately: one spike of 1e18 would round all later sums of a total.
+    ranges = np.column_stack([begins, ends + 1]).ravel()
+    sums = np.add.reduceat(np.append(values, 0.0), ranges)[::2]
+    return steps[ends], sums / (ends + 1 - begins)
