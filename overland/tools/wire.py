@@ -1,7 +1,9 @@
 """Messages between the first node of a job and all others: lines of JSON, one connection per node.
 
-The first node listens only on the address by which the others reach it. A client first sends a key,
-which it received through its environment; without it, the connection is closed.
+The first node listens only on the address by which the others reach it. Both ends know a key, which
+the others received through their environment, and prove it to each other without sending it: a
+proof is valid for one connection, since it depends on random numbers of both ends. Without it, the
+connection is closed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from overland.errors import ClusterError
@@ -30,6 +33,7 @@ CALL_SECONDS = 60.0
 UNHEARD_SECONDS = 10.0  # an unacknowledged connection is given up after this time
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LONGEST_LINE = 64 * 2**20  # enough for the stacks of all ranks of a node; more is rejected
+LONGEST_OF_STRANGER = 2**10
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -38,6 +42,7 @@ class Wire:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
+        self.longest = LONGEST_OF_STRANGER
         self._rest = b""
         self._sending = threading.Lock()
 
@@ -49,8 +54,27 @@ class Wire:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a lost route would block us for minutes
             milliseconds = int(1000 * UNHEARD_SECONDS)
             wire.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        wire.send({"key": env[KEY]})
+        try:
+            wire.greet(env[KEY], env[ADDRESS])
+        except BaseException:
+            wire.close()
+            raise
         return wire
+
+    def greet(self, key: str, address: str) -> None:
+        """Proves to the first node that this end knows the key, and lets it prove the same."""
+        drawn = secrets.token_hex(16)
+        self.send({"drawn": drawn})
+        deadline = time.monotonic() + CALL_SECONDS
+        heard: list[Message] | None = []
+        while not heard and heard is not None and time.monotonic() < deadline:
+            heard = self.receive(CALL_SECONDS)
+        answer = heard[0] if heard else {}
+        shared = address, drawn, str(answer.get("drawn", ""))
+        if not _is_proof(answer, key, "first", *shared):
+            raise ConnectionRefusedError("the process there does not know the key of this job")
+        self.send({"proof": _proof(key, "other", *shared)})
+        self.longest = LONGEST_LINE
 
     def send(self, message: Message) -> None:
         with self._sending:
@@ -70,7 +94,7 @@ class Wire:
         if not data:
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST_LINE:
+        if max(map(len, [*lines, self._rest])) > self.longest:
             return None
         try:
             messages = [json.loads(line) for line in lines]
@@ -80,6 +104,18 @@ class Wire:
 
     def close(self) -> None:
         self.socket.close()
+
+
+@dataclass
+class _Caller:
+    """A connection to the first node."""
+
+    wire: Wire
+    since: float
+    shared: tuple[str, str, str] | None = None
+    """The first node's address and the random numbers of both ends, once they are known."""
+    is_known: bool = False
+    """Whether it has proven that it knows the key."""
 
 
 class Switchboard:
@@ -92,7 +128,7 @@ class Switchboard:
         self.inbox: queue.SimpleQueue[tuple[Wire, Message | None]] = queue.SimpleQueue()
         self._key = key or secrets.token_hex(16)
         self._listener = socket.create_server((own_address(others, env), 0), backlog=4096)
-        self._wires: dict[socket.socket, tuple[Wire, bool]] = {}  # and whether it sent the key
+        self._callers: dict[socket.socket, _Caller] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._open = True
@@ -108,7 +144,7 @@ class Switchboard:
     def close(self) -> None:
         self._open = False
         self._thread.join()
-        for connection in [self._listener, *self._wires]:
+        for connection in [self._listener, *self._callers]:
             connection.close()
         self._selector.close()
 
@@ -121,29 +157,63 @@ class Switchboard:
                     except OSError:  # the client is gone again, or too many files are open
                         time.sleep(0.1)
                         continue
-                    self._wires[connection] = Wire(connection), False
+                    self._callers[connection] = _Caller(Wire(connection), time.monotonic())
                     self._selector.register(connection, selectors.EVENT_READ)
                 else:
                     assert isinstance(ready.fileobj, socket.socket)
                     self._hear(ready.fileobj)
+            self._hang_up_on_silent_strangers()
 
     def _hear(self, connection: socket.socket) -> None:
-        wire, is_known = self._wires[connection]
-        messages = wire.receive()
-        if messages and not is_known:
-            said = messages.pop(0)
-            is_known = hmac.compare_digest(str(said.get("key", "")).encode(), self._key.encode())
-            self._wires[connection] = wire, is_known
-            messages = messages if is_known else None
-        if is_known:
+        caller = self._callers[connection]
+        messages = caller.wire.receive()
+        if messages and not caller.is_known:
+            messages = self._greet(caller, messages)
+        if caller.is_known:
             for message in messages or []:
-                self.inbox.put((wire, message))
+                self.inbox.put((caller.wire, message))
         if messages is None:
-            self._selector.unregister(connection)
-            del self._wires[connection]
-            wire.close()
-            if is_known:
-                self.inbox.put((wire, None))
+            self._hang_up(connection)
+
+    def _greet(self, caller: _Caller, messages: list[Message]) -> list[Message] | None:
+        """Returns what follows the greeting; None if the caller does not know the key."""
+        said, *rest = messages
+        if caller.shared is None:
+            drawn = secrets.token_hex(16)
+            caller.shared = self.environment()[ADDRESS], str(said.get("drawn", "")), drawn
+            proof = _proof(self._key, "first", *caller.shared)
+            try:
+                caller.wire.send({"drawn": drawn, "proof": proof})
+            except OSError:
+                return None
+            return None if rest else []
+        if not _is_proof(said, self._key, "other", *caller.shared):
+            return None
+        caller.is_known, caller.wire.longest = True, LONGEST_LINE
+        return rest
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        caller = self._callers.pop(connection)
+        self._selector.unregister(connection)
+        caller.wire.close()
+        if caller.is_known:
+            self.inbox.put((caller.wire, None))
+
+    def _hang_up_on_silent_strangers(self) -> None:
+        latest = time.monotonic() - CALL_SECONDS
+        for connection, caller in list(self._callers.items()):
+            if not caller.is_known and caller.since < latest:
+                self._hang_up(connection)
+
+
+def _proof(key: str, end: str, *shared: str) -> str:
+    words = json.dumps([end, *shared])  # unlike plain text, JSON of any message can be encoded
+    return hmac.new(key.encode(), words.encode(), "sha256").hexdigest()
+
+
+def _is_proof(message: Message, key: str, end: str, *shared: str) -> bool:
+    given = json.dumps(message.get("proof"))
+    return hmac.compare_digest(given, json.dumps(_proof(key, end, *shared)))
 
 
 def own_address(others: Sequence[str], env: Mapping[str, str] = os.environ) -> str:

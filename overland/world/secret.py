@@ -30,7 +30,7 @@ def secret_of(env: Mapping[str, str] = os.environ) -> bytes:
             f"environment {VARIABLE}: {len(given)} characters are too easy to guess: give it at "
             f"least {SHORTEST} random ones, the same for all ranks"
         )
-    return (given or _of_user(env)).encode()
+    return os.fsencode(given or _of_user(env))  # random bytes are no text
 
 
 def secret_file(env: Mapping[str, str] = os.environ) -> Path:
@@ -51,7 +51,12 @@ def _of_user(env: Mapping[str, str]) -> str:
             f"({error}): set {VARIABLE} to {SHORTEST} or more random characters, the same for all "
             "ranks"
         ) from None
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+    if facts.st_uid != os.getuid():
+        raise ClusterError(
+            f"{path} belongs to another user (uid {facts.st_uid}, this process has "
+            f"{os.getuid()}): set XDG_CONFIG_HOME to a folder of your own, or set {VARIABLE}"
+        )
+    if facts.st_mode & 0o077:
         raise ClusterError(
             f"{path} can be read by others, so it is no secret: delete it (it is made again), or "
             f"set {VARIABLE}"
@@ -65,11 +70,11 @@ def _make(path: Path) -> None:
     """Makes the file in one step; of several processes that do so at once, one wins."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".secret-{secrets.token_hex(8)}")
-    with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(new_secret() + "\n")
     try:
+        with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(new_secret() + "\n")
         os.link(draft, path)
     except FileExistsError:
         pass
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)

@@ -242,6 +242,21 @@ def test_a_secret_that_others_know_is_refused(tmp_path: Path) -> None:
         secret_of({VARIABLE: "hunter2"})
 
 
+def test_a_secret_file_of_another_user_names_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"XDG_CONFIG_HOME": str(tmp_path)}
+    secret_of(env)
+    monkeypatch.setattr(os, "getuid", lambda: secret_file(env).stat().st_uid + 1)
+    with pytest.raises(ClusterError, match=r"belongs to another user.*XDG_CONFIG_HOME"):
+        secret_of(env)
+
+
+def test_a_secret_may_be_random_bytes() -> None:
+    drawn = bytes(range(0x80, 0x90))
+    assert secret_of({VARIABLE: os.fsdecode(drawn)}) == drawn
+
+
 def test_a_home_that_cannot_be_used_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ClusterError, match=f"set {VARIABLE}"):

@@ -117,26 +117,25 @@ def preflight_among_ranks(
     world: World, job: PreflightSettings, env: Mapping[str, str] = os.environ
 ) -> Report | None:
     """Returns the report on the first rank, None on the others. The address goes through the
-    world's store, signed, since anyone who reaches the store can write there; the key does not."""
-    secret = secret_of(env)
+    world's store, where anyone who reaches it can write; who answers there must know the key."""
+    key = hmac.new(secret_of(env), NAME.encode(), "sha256").hexdigest()
     store = _store(world)
-    key = sign(secret, NAME)
     if not world.is_first:
-        address, _, signature = store.get(NAME).decode(errors="replace").partition(" ")
-        if not hmac.compare_digest(signature.encode(), sign(secret, address).encode()):
-            raise ClusterError(
-                f"the address of the first rank is not signed with this job's secret: another "
-                f"program has written it, or the ranks have different secrets; set {VARIABLE} to "
-                "the same random characters for all of them"
-            )
+        address = store.get(NAME).decode(errors="replace")
         os.environ |= {ADDRESS: address, KEY: key}
-        run_task()
+        try:
+            run_task()
+        except ConnectionRefusedError as error:
+            raise ClusterError(
+                f"{address}, the address of the first rank: {error}. Another program has written "
+                f"this address, or the ranks have different secrets; set {VARIABLE} to the same "
+                "random characters for all of them"
+            ) from None
         return None
     nodes = _nodes(world, env)
     board = Switchboard(_others(world, nodes, env), env, key)
     try:
-        address = board.environment()[ADDRESS]
-        store.set(NAME, f"{address} {sign(secret, address)}")
+        store.set(NAME, board.environment()[ADDRESS])
         started = first_task({**env, **board.environment()})
         return conduct(board, started, nodes, world.local_size, job)
     finally:
@@ -302,10 +301,6 @@ def _judge_sum(
     rate = min(facts["gb_per_s"] for facts in answers.values())
     network, problem = judge_transport(answers)
     return {"gb_per_s": rate, "tasks": len(orders), "transport": network}, problem
-
-
-def sign(secret: bytes, words: str) -> str:
-    return hmac.new(secret, words.encode(), "sha256").hexdigest()
 
 
 def sum_limit(num_tasks: int) -> float:

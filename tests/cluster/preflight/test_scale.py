@@ -11,7 +11,7 @@ from typing import Any
 
 from overland.tools.preflight.conduct import PreflightSettings, conduct
 from overland.tools.preflight.start import Started
-from overland.tools.wire import ADDRESS, KEY, Switchboard
+from overland.tools.wire import Switchboard, Wire
 
 NODES = [f"n{i:03}" for i in range(640)]
 SLOW = {"n017", "n333"}
@@ -26,13 +26,12 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 def act(env: dict[str, str]) -> None:
     """All tasks in one loop, until they are told to end."""
-    host, port = env[ADDRESS].split(":")
     selector = selectors.DefaultSelector()
     for rank, node in enumerate(NODES):
-        task = socket.create_connection((host, int(port)))
+        wire = Wire.to_first_node(env)
         hello = {"node": node, "rank": rank, "local": 0, "step": None, "accelerator": False}
-        task.sendall(f"{json.dumps({'key': env[KEY]})}\n{json.dumps({'hello': hello})}\n".encode())
-        selector.register(task, selectors.EVENT_READ, node)
+        wire.send({"hello": hello})
+        selector.register(wire.socket, selectors.EVENT_READ, node)
     while selector.get_map():
         for ready, _ in selector.select():
             task, node = ready.fileobj, ready.data
