@@ -313,11 +313,16 @@ def with_packed_python(site: NamedSite, wanted: JobRequest) -> JobRequest:
     if packed is not None:
         words = f"Python is copied to each node's disk from {packed} (--packed-env)"
     elif num_nodes >= MANY_NODES:
-        setup = command("overland", "env", site.name)
+        setup = f"{command('overland', 'env', site.name)} > setup.sh && bash setup.sh"
+        how = (
+            f"`{setup}` makes an environment that is packed and copied to each node's disk, or "
+            "packs it again after a change"
+            if site.facts.setup.python == "conda"
+            else "--packed-env copies one that conda-pack has packed to each node's disk"
+        )
         words = (
             f"{num_nodes} nodes import Python from {sys.prefix}, which is slow on a shared file "
-            f"system; the script of `{setup}` packs it for --packed-env (a file "
-            "that is older than the environment is not used)"
+            f"system: {how}"
         )
     else:
         return wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -41,6 +42,17 @@ def test_frontiers_setup_has_modules_plugin_and_flash_attention() -> None:
     assert "github.com/ROCm/aws-ofi-rccl" in text
     assert 'GPU_ARCHS="gfx90a"' in text
     assert "conda-pack" in text
+
+
+def test_only_a_conda_environment_is_packed(tmp_path: Path) -> None:
+    """conda-pack refuses others, which would end the script before it is done."""
+    site = tmp_path / "own.toml"
+    site.write_text(
+        'description = "own"\naccelerator = "none"\n[disk]\nnode_local = "/tmp"\nscratch = "/s"\n'
+    )
+    assert "conda" not in render_setup(load_site(str(site)))
+    site.write_text(site.read_text() + '[setup]\npython = "conda"\nmodules = ["conda"]\n')
+    assert "bin/conda-pack" in render_setup(load_site(str(site)))
 
 
 def test_wheels_are_for_the_rocm_whose_module_jobs_load() -> None:

@@ -132,7 +132,7 @@ def test_a_packed_environment_is_copied_to_every_nodes_disk() -> None:
 
 
 def test_the_environment_that_setup_packed_is_used_unless_it_is_older(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = tmp_path / "scratch/envs/overland"
     installed = prefix / "lib/site-packages"
@@ -147,8 +147,10 @@ def test_the_environment_that_setup_packed_is_used_unless_it_is_older(
     assert with_packed_python(site, replace(wanted, nodes=1)).packed_env is None
     assert with_packed_python(site, replace(wanted, container="a.sif")).packed_env is None
     assert with_packed_python(load_site("generic-amd"), wanted).packed_env is None
+    capsys.readouterr()
     os.utime(packed, (1, 1))
     assert with_packed_python(site, wanted).packed_env is None
+    assert "overland env frontier > setup.sh && bash setup.sh" in capsys.readouterr().err
 
 
 SBCAST = """\

@@ -254,6 +254,29 @@ def test_a_train_script_outside_of_a_job_submits_one(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs*"))
 
 
+@pytest.mark.parametrize("script", ["train_8B_n64.sh", "train_8B_n640.sh"])
+def test_large_jobs_read_python_and_tokenized_text_from_the_nodes_own_disks(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied("frontier", tmp_path)
+    (tmp_path / "overland").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "overland").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [f"./{script}"], cwd=tmp_path, env={"PATH": path, "USER": "me"}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    verb, config, *words = done.stdout.splitlines()
+    assert words[-1] == "data.cache_folder=/mnt/bb/me/overland"
+    monkeypatch.chdir(tmp_path)
+    assert load_config(config, words[-1:], env={}).config.data.cache_folder == words[-1][18:]
+    packed = tmp_path / "overland-env.tar.gz"
+    monkeypatch.setattr("overland.tools.jobs.script.packed_by_setup", lambda: packed)
+    job = CliRunner().invoke(app, [verb, config, *words, "--account", "abc", "--dry-run"])
+    assert f"sbcast --force {packed} " in job.stdout, job.stderr
+    assert f"Python is copied to each node's disk from {packed}" in job.stderr
+
+
 def batch(slurm: Slurm, folder: Path, line: str, flags: list[str], *words: str) -> str:
     """What the job says of `sbatch SCRIPT`, with more flags before and words behind it."""
     _, script, *given = line.split()
@@ -352,11 +375,19 @@ def test_weights_go_to_dcp_and_back_and_to_the_hub(hub: Hub, tmp_path: Path) -> 
     assert {f"model.{name}" for name in theirs} - {"model.rope.freqs"} <= set(loaded)
     places = {"INPUT_DIR": "outputs/step-0", "OUTPUT_DIR": "outputs/pt"}
     line = "python dcp_to_llama.py --input_dir INPUT_DIR --output_dir OUTPUT_DIR --push_to_hub"
-    unnamed = shown(line, tmp_path, code=2, **places)
-    assert "name the repository" in unnamed.stderr  # a terminal is asked
-    assert not (tmp_path / "outputs/pt").exists()
     env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HUB_REPO_ID": "me/llama"}
+    for name, value, says in (
+        ("HUB_REPO_ID", "", "name the repository"),  # a terminal is asked
+        ("HUB_REPO_ID", "llama", "name the repository"),
+        ("HF_TOKEN", "", "set HF_TOKEN"),
+        ("HF_HUB_OFFLINE", "1", "HF_HUB_OFFLINE is set"),
+    ):
+        refused = shown(line, tmp_path, code=2, env={**env, name: value}, **places)
+        assert says in refused.stderr
+        assert not (tmp_path / "outputs/pt").exists()  # nothing is converted in vain
     shown(line, tmp_path, env=env, **places)
+    again = shown(line, tmp_path, code=2, env=env, **places)
+    assert "overland push outputs/pt me/llama --revision step-0" in again.stderr
     for file in ("consolidated.00.pth", "checkpoint.pth"):
         ours = torch.load(tmp_path / "outputs/pt" / file, weights_only=True)
         for name, tensor in theirs.items():

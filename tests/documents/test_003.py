@@ -126,7 +126,7 @@ def test_a_loader_of_ones_own_and_the_slt_package(folder: Path) -> None:
     )  # fmt: skip
     line = "PYTHONPATH=elsewhere:$PYTHONPATH python train.py"
     said = typed(f"{line} {flags} --enable_slt --train_steps=2 {SMALL}", folder, NGPU="1")
-    assert "has no loader" not in said
+    assert "open_source" not in said
     record = read_metrics(folder / "checkpoints/run5/metrics.jsonl")[-1]
     assert record["train/sparsity"] == 0.75
     plan = json.loads((folder / "checkpoints/run5/data/plan.json").read_text())
@@ -175,3 +175,28 @@ def test_a_batch_that_cannot_be_dealt_is_one_sentence(folder: Path) -> None:
     assert "datas/ has no open_source for ../SmolLM; --data_dir is read by its format" in said
     assert "--local_batch 32 is an upper bound; each rank takes 1 × 8 per step" in said
     assert "no_such_flag" in said
+
+
+PLACES = """
+import train
+
+for words in (
+    "--output_dir=ck/run1", "--output_dir=ck --run_name=run1", "--output_dir=ck/run1 --run_name=b",
+    "--output_dir=ck/twice --run_name=twice", "--output_dir=ck/twice", "--output_dir=ck/older",
+):
+    known = train.flags().parse_args(["--data_dir=d", "--config=c", *words.split()])
+    keys = dict(one.split("=") for one in train.settings(known))
+    print(keys["job.dump_folder"].partition("/ck/")[2], keys["checkpoint.folder"])
+"""
+
+
+def test_a_run_is_where_its_name_says_and_never_takes_anothers_checkpoints(folder: Path) -> None:
+    for path in ("twice/twice/step_1", "older/older/step_1"):
+        (folder / "ck" / path).mkdir(parents=True)
+    (folder / "ck/twice/twice/config.toml").touch()  # a run of its own, named like its parent
+    (folder / "places.py").write_text(PLACES)
+    said = typed("python places.py", folder, NGPU="1").splitlines()
+    found = [line for line in said if line.count(" ") == 1]
+    assert found == [
+        "run1 .", "run1 .", "run1/b .", "twice/twice .", "twice .", "older older",
+    ]  # fmt: skip

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from overland.data.tokenizer import Tokenizer
 from tests.checkpoint.convert.test_peft import BASE, deepspeed_of, folder_of
-from tests.cli.processes import LIMIT_SECONDS, environment, losses, overland
-from tests.cli.test_offline import namespace
+from tests.cli.processes import LIMIT_SECONDS, ROOT, environment, losses, overland
+from tests.cli.test_offline import HOOK, namespace
 from tests.cluster.slurm import Slurm
 from tests.data.chats import ROLES, write_tokenizer
 from tests.documents.scripts import copied, shown, typed
@@ -80,11 +80,12 @@ def test_the_job_gets_modules_network_and_caches_and_installs_nothing(tmp_path: 
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    called = (tmp_path / "called").read_text().splitlines()
+    called = (tmp_path / "called").read_text().replace("\ntrap", " trap").splitlines()
     assert [line.split()[0] for line in called] == ["module", "module", "scontrol", "srun"]
     assert called[1].startswith("module load ")
     assert "rocm/" in called[1]
     assert " -c 7 " in called[-1]
+    assert "--kill-on-bad-exit=1" in called[-1]  # no rank waits for one that could not start
     assert called[-1].endswith("python -u sft_llama_ds.py training.steps=3")
     ranks = (tmp_path / "env").read_text().splitlines()
     for line in ("NCCL_SOCKET_IFNAME=hsn0", "GLOO_SOCKET_IFNAME=hsn0", "HF_HUB_OFFLINE=1",
@@ -92,19 +93,62 @@ def test_the_job_gets_modules_network_and_caches_and_installs_nothing(tmp_path: 
         assert line in ranks
 
 
+CONDA = """\
+mkdir -p "$4/bin"
+for n in python overland; do
+    printf '#!/bin/bash\\n[[ "$2" = *version.hip* ]] || exec {real}/%s "$@"\\n' $n >"$4/bin/$n"
+done
+printf '#!/bin/bash\\n' | tee "$4/bin/pip" >"$4/bin/conda-pack"
+chmod +x "$4"/bin/*
+"""
+
+
+def set_up(folder: Path, env: dict[str, str]) -> None:
+    """`bash setup.sh` as the page says, with a conda that takes this Python, and a pip that does
+    nothing."""
+    typed("overland env frontier > setup.sh", folder)
+    conda = folder / "tools/conda"
+    failing = conda.read_text()
+    conda.write_text("#!/bin/bash\n" + CONDA.replace("{real}", str(Path(sys.executable).parent)))
+    done = subprocess.run(["bash", "setup.sh"], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    conda.write_text(failing)
+    (folder / "called").unlink()
+
+
+def test_a_job_without_overland_says_what_to_run(tmp_path: Path) -> None:
+    copied("frontier-sft", tmp_path)
+    done = subprocess.run(
+        ["/bin/bash", "launch_deepspeed_ft.slurm"], cwd=tmp_path, env={"PATH": "/nowhere"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "setup.sh" in line
+    assert "SCRATCH_ROOT" in line
+
+
 @pytest.fixture(scope="module")
 def log(folder: Path, slurm: Slurm) -> str:
-    """What the job of `sbatch launch_deepspeed_ft.slurm` says, on two nodes. The user has made
-    setup.sh before."""
-    typed("overland env frontier > setup.sh", folder)
-    (folder / "sites").mkdir()
-    (folder / "sites/frontier.toml").write_text(SITE)
+    """What the job of `sbatch launch_deepspeed_ft.slurm` says, on two nodes without a network. The
+    user has run setup.sh before, and has Python only from there."""
+    tools(folder, "module")
     env = environment(
         SCRATCH_ROOT=str(folder / "scratch"),
-        RANKS_PER_NODE="1",
-        SRUN_FLAGS=" ",
-        PATH=tools(folder, "module"),
+        PATH=f"{folder}/tools:/usr/local/bin:/usr/bin:/bin",
+        USER="me",
     )
+    set_up(folder, env)
+    (folder / "sites").mkdir()
+    (folder / "sites/frontier.toml").write_text(SITE)
+    env |= {
+        "RANKS_PER_NODE": "1",
+        "SRUN_FLAGS": " ",
+        "PYTHONPATH": f"{HOOK}:{ROOT}",
+        "OVERLAND_ATTEMPTS": str(folder / "attempts"),
+        "OVERLAND_NODES": " ".join(slurm.nodes),
+        "https_proxy": "http://127.0.0.1:9",
+    }
     said = slurm.run("sbatch", "--parsable", "launch_deepspeed_ft.slurm", env=env, cwd=folder)
     job = int(said)
     out, errors = (folder / f"logs/finetune_llama3_ds-{job}.{end}" for end in "oe")
@@ -112,6 +156,7 @@ def log(folder: Path, slurm: Slurm) -> str:
     assert " JobState=COMPLETED " in shown, out.read_text() + errors.read_text()
     called = (folder / "called").read_text()
     assert called == "module reset\nmodule load rocm/7.1.1\n"
+    assert not (folder / "attempts").exists()
     return out.read_text()
 
 

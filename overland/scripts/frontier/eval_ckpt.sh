@@ -23,6 +23,7 @@ checkpoint=${1:?name a checkpoint or a run: eval_ckpt.sh CHECKPOINT}
 if [ -n "$CONFIG_FILE" ]; then
     TASKS=$(sed -n 's/^tasks: *\[\(.*\)\].*/\1/p' "$CONFIG_FILE" | tr -d "\"' ")
     : "${TASKS:?$CONFIG_FILE has no line such as tasks: [\"mmlu\"]}"
+    echo "note: of $CONFIG_FILE, only tasks: is read: $TASKS" >&2
 fi
 exec overland submit "$checkpoint" --eval --tasks "${TASKS:-@frontier}" --site frontier \
     ${SLURM_JOB_ID:+--here} "${@:2}"

@@ -63,7 +63,9 @@ def flags() -> argparse.ArgumentParser:
 def settings(given: argparse.Namespace) -> list[str]:
     """Returns the flags as settings of Overland's config."""
     output_dir = os.path.abspath(os.path.join(given.output_dir, given.run_name or ""))
-    own_name = os.path.basename(output_dir)  # where earlier versions saved
+    own_name = os.path.basename(output_dir)
+    inner = os.path.join(output_dir, own_name)  # where earlier versions saved, or another run
+    is_older = os.path.isdir(inner) and not os.path.isfile(os.path.join(inner, "config.toml"))
     found = {
         "job.dump_folder": output_dir,
         "model.config": given.config,
@@ -81,7 +83,7 @@ def settings(given: argparse.Namespace) -> list[str]:
         "metrics.save_tb_folder": os.path.abspath(given.tensorboard_dir)
         if given.enable_tensorboard and given.tensorboard_dir
         else None,
-        "checkpoint.folder": own_name if os.path.isdir(f"{output_dir}/{own_name}") else ".",
+        "checkpoint.folder": own_name if is_older else ".",
         "checkpoint.type": given.ckpt_type,
         "checkpoint.resume": given.resume_dir,
         "checkpoint.skip_optimizer": "true" if given.skip_optimizer else None,
@@ -92,6 +94,8 @@ def settings(given: argparse.Namespace) -> list[str]:
         found["training.dataset_path"], found["training.dataset"] = None, loader
     elif given.data_name != FORMAT_ONLY:
         say(f"datas/ has no open_source for {given.data_name}; --data_dir is read by its format")
+    if given.tensorboard_dir and not given.enable_tensorboard:
+        say("--tensorboard_dir has no effect without --enable_tensorboard")
     if given.enable_slt:
         found["model.sparse.pattern"] = "2:4"
         found["model.sparse.method"] = "slt" if find_spec("slt") else None
