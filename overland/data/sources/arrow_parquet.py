@@ -62,7 +62,7 @@ class _Table(FileSource):
     ) -> None:
         super().__init__(root, files, skip_bad)
         self._rows: dict[str, list[int] | None] = {}
-        named, (column, self._joins) = column, split_joined(column)
+        self._joins = column is not None and split_joined(column)[1]
         for file in self.files:
             columns, self._rows[file] = self._look(root / file)
             if self.column is None:
@@ -78,8 +78,8 @@ class _Table(FileSource):
         if all(rows is not None and not sum(rows) for rows in self._rows.values()):
             raise DataError(f"{root / files[0]} is empty: it has no rows")
         if self._joins:
-            check_joinable(self.place, named, self.kind)
-            self.column = named
+            check_joinable(self.place, column, self.kind)
+            self.column = column
 
     def chunks(self) -> list[str]:
         return [

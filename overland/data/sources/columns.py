@@ -19,7 +19,7 @@ from overland.words import any_of, nearest_name
 
 # If a corpus has several columns and none is requested, the first of these that it has is used.
 USUAL_NAMES = ("text", "tokens", "input_ids", "content")
-JOINED = "[+]"
+EACH, JOINED = "[]", "[+]"
 WHOLE = "*"  # requested as a column, it makes each whole record a document
 LISTED = 24  # most columns that a message shows
 EXAMPLE_CHARACTERS = 32
@@ -55,14 +55,12 @@ RECORD = Column("record", (), "records")
 
 def column_name(place: Place) -> str:
     """Returns `files[].text` for ("files", None, "text")."""
-    return "".join("[]" if step is None else f".{step}" for step in place).removeprefix(".")
+    return "".join(EACH if step is None else f".{step}" for step in place).removeprefix(".")
 
 
-def split_joined(column: str | None) -> tuple[str | None, bool]:
+def split_joined(column: str) -> tuple[str, bool]:
     """Returns `files[].text` and True for `files[+].text`."""
-    if column is None or JOINED not in column:
-        return column, False
-    return column.replace(JOINED, "[]"), True
+    return column.replace(JOINED, EACH), JOINED in column
 
 
 def joined(texts: Iterable[str]) -> str:
@@ -81,18 +79,20 @@ def choose_column(
     columns: Mapping[str, Column],
     examples: Callable[[], Mapping[str, Any]] = dict,
 ) -> str:
-    """Returns the wanted column, or the only sensible one. `examples` has a value of each."""
+    """Returns the wanted column, or the only sensible one: `files[].text` for `files[+].text` too.
+    `examples` has a value of each."""
     if wanted == WHOLE:
         return WHOLE
     if wanted is not None:
-        if wanted not in columns:
+        name, _ = split_joined(wanted)
+        if name not in columns:
             raise no_column(where, wanted, columns, _listed(columns))
-        if columns[wanted].kind is None:
+        if columns[name].kind is None:
             listed = _listed(columns, examples())
             raise DataError(
                 f"{where}: column {wanted!r} contains no text or token ids; its columns: {listed}"
             )
-        return wanted
+        return name
     for name in USUAL_NAMES:
         if name in columns and columns[name].kind is not None:
             return name
@@ -111,7 +111,9 @@ class NoColumn(DataError):
 
 
 def no_column(where: object, name: str, columns: Mapping[str, object], listed: str) -> NoColumn:
-    near = nearest_hint(name, columns)
+    # Whoever joins would otherwise be led to a name that does not.
+    known = [one.replace(EACH, JOINED) for one in columns] if JOINED in name else columns
+    near = nearest_hint(name, known)
     its = f"{near} Its" if near else "; its"
     return NoColumn(f"{where} has no column {name!r}{its} columns: {listed}")
 

@@ -82,20 +82,20 @@ class JsonLines(FileSource):
     ) -> None:
         super().__init__(root, files, skip_bad)
         sample = sample_lines(root, files)
-        named, (column, self._joins) = column, split_joined(column)
-        columns = sample.columns(column)
+        name, self._joins = split_joined(column) if column is not None else (None, False)
+        columns = sample.columns(name)
         self.columns = {name: column.type for name, column in columns.items()}
         # Without a single good line there is nothing to choose from; reading will report why.
         if columns:
             self.column = choose_column(self.place, column, columns, lambda: sample.examples)
         else:
-            self.column = column
+            self.column = name
         chosen = RECORD if self.column == WHOLE else columns.get(self.column or "")
         self.kind = (chosen.kind if chosen else None) or "text"
         self._path = chosen.place if chosen else (self.column or "text",)
         if self._joins:
-            check_joinable(self.place, named, self.kind)
-            self.column = named
+            check_joinable(self.place, column, self.kind)
+            self.column = column
         self._line_bytes = sample.num_bytes / max(sample.num_lines, 1)
 
     def chunks(self) -> list[str]:

@@ -91,6 +91,8 @@ def test_nested_text_is_read_by_its_path(tmp_path: Path, name: str) -> None:
     rows[5], rows[6] = [], ["6 1"]
     assert read_all(joined) == ["".join(f"\n\n{one}" for one in row) for row in rows if row]
     assert joined.column == "files[+].text"
+    with pytest.raises(DataError, match=r"did you mean 'files\[\+\]\.text'"):
+        open_source(tmp_path, column="files[+].tekst")
     source = open_source(tmp_path, column="files[].text", skip_bad=True)
     assert source.columns["files[].text"] == "string"
     assert read_all(source) == expected

@@ -239,6 +239,8 @@ def test_nested_text_of_json_lines(tmp_path: Path) -> None:
     assert source.num_bad == 2
     joined = open_source(tmp_path, column="files[+].text", skip_bad=True)
     assert read_all(joined) == ["\n\n1a\n\n1b", "\n\n4b", "\n\n5a"]
+    with pytest.raises(DataError, match=r"did you mean 'files\[\+\]\.text'"):
+        open_source(tmp_path, column="files[+].tekst")
     assert read_all(open_source(tmp_path, column="meta.lead", skip_bad=True)) == ["in"]
 
 
