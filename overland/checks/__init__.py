@@ -161,7 +161,8 @@ def load_checked(
         more = _with_missing(check_config(error.partial, world_size), waive)
         raise ConfigError(in_order([*error.problems, *more]), partial=error.partial) from None
     loaded = with_new_tokens(loaded)
-    return loaded, require(loaded, world_size, waive)
+    notes = require(loaded, world_size, waive)
+    return effect.without_hidden(loaded), notes
 
 
 def _with_missing(problems: Sequence[Problem], waive: Collection[ProblemKind]) -> list[Problem]:

@@ -3,13 +3,15 @@
 A key that another one hides is an error where the user set both. A section that is switched off
 (`enable = false`, a degree of 1) may keep its keys in a file, since people switch it on and off; on
 the command line they are errors too. What is set on the command line wins over a file: a key in the
-file that it hides is no error.
+file that it hides is no error, and goes back to its default, so that the config can be written to a
+run folder or for a job and loaded again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from overland.config.arguments import COMMAND_LINE
 from overland.config.errors import NO_VALUE, Problem
@@ -313,20 +315,37 @@ RULES = [
 
 def check_effect(loaded: Loaded) -> Iterator[Problem]:
     """Refuses every key that has no effect, by the rules above."""
+    for rule, name, value in _hidden(loaded):
+        key = all_keys()[name]
+        in_file = value != key.default and not rule.is_switch and not _wins(loaded, rule)
+        if _is_typed(loaded, name) or in_file:
+            shown = NO_VALUE if key.table or key.record else value
+            yield Problem(f"has no effect: {rule.why}", loaded.where(name), name, shown)
+
+
+def without_hidden(loaded: Loaded) -> Loaded:
+    """Returns the config with the defaults of the keys in its file that the command line hides."""
     config = loaded.config
+    for rule, name, value in list(_hidden(loaded)):
+        key = all_keys()[name]
+        if value != key.default and not rule.is_switch and _wins(loaded, rule):
+            section = getattr(config, key.section).model_copy(update={key.attribute: key.default})
+            config = config.model_copy(update={key.section: section})
+    return replace(loaded, config=config)
+
+
+def _hidden(loaded: Loaded) -> Iterator[tuple[Rule, str, Any]]:
+    """Yields the keys that are set but hidden, with the rule and their value."""
     for rule in RULES:
-        if not rule.hidden(config):
-            continue
-        wins = any(_is_typed(loaded, key) for key in rule.by)
-        for name in rule.keys:
+        for name in rule.keys if rule.hidden(loaded.config) else ():
             key = all_keys()[name]
-            value = getattr(getattr(config, key.section), key.attribute)
-            if value is None:  # which is how a key is unset
-                continue
-            in_file = value != key.default and not rule.is_switch and not wins
-            if _is_typed(loaded, name) or in_file:
-                shown = NO_VALUE if key.table or key.record else value
-                yield Problem(f"has no effect: {rule.why}", loaded.where(name), name, shown)
+            value = getattr(getattr(loaded.config, key.section), key.attribute)
+            if value is not None:  # which is how a key is unset
+                yield rule, name, value
+
+
+def _wins(loaded: Loaded, rule: Rule) -> bool:
+    return any(_is_typed(loaded, key) for key in rule.by)
 
 
 def _is_typed(loaded: Loaded, key: str) -> bool:

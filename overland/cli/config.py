@@ -67,13 +67,14 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Overwrite NEW.")] = False,
 ) -> None:
     """Convert a config of another trainer, or an older one, to Overland's current keys."""
+    from overland.checks.effect import without_hidden
     from overland.config.errors import ConfigError, Problem
     from overland.config.load import load_config
     from overland.config.write import write_config
 
     if new.exists() and not force:
         raise ConfigError([Problem(f"{new} exists already; --force overwrites it")])
-    loaded = load_config(old, settings or [], env={}, resolve=False)
+    loaded = without_hidden(load_config(old, settings or [], env={}, resolve=False))
     heading = "\n".join([f"{loaded.config.job.description} (converted from {old})", *loaded.notes])
     write_config(loaded.config, new, heading=heading, resolved=False)
     for note in loaded.notes:
@@ -91,11 +92,12 @@ def show(
 ) -> None:
     """Print the resolved config: file, environment and overrides combined. A path with variables is
     shown both as written and as resolved on this machine."""
+    from overland.checks.effect import without_hidden
     from overland.config.load import load_config
     from overland.config.write import to_toml
 
     source, arguments = split_settings(settings)
-    loaded = load_config(source, arguments)
+    loaded = without_hidden(load_config(source, arguments))
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     text = to_toml(loaded.config, full=full, comments=full, written=loaded.written)

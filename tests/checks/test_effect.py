@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import overland
-from overland.checks import check_config
-from overland.checks.effect import RULES
+from overland.checks import check_config, load_checked
+from overland.checks.effect import RULES, without_hidden
+from overland.cli.config import show
 from overland.config.arguments import COMMAND_LINE
 from overland.config.derived import group_rates, optimizer_settings, resolve_degrees
 from overland.config.errors import ConfigError, Problem
@@ -30,6 +31,7 @@ from overland.config.schema import (
     Sparse,
     ValidationSet,
 )
+from overland.config.write import write_config
 from overland.data.registry import held_out_sources, sources_of
 from overland.errors import OverlandError
 from overland.models.registry import model_config
@@ -287,6 +289,26 @@ def test_a_key_that_another_one_hides_is_refused(base: JobConfig, is_switch: boo
         hiders = {name: around[name] for rule in rules for name in rule.by if name in around}
         if not is_switch and hiders:
             assert not hidden(hiders), f"{key}: what is typed wins over a file"
+            places = {tuple(name.split(".")): COMMAND_LINE for name in hiders}
+            written = without_hidden(Loaded(config, [], "run.toml", places)).config
+            again = refusals(written, {}, {key: value, **around})
+            assert not any("has no effect" in one.message for one in again), key
+
+
+def test_a_config_of_which_the_command_line_hides_a_part_can_be_written_and_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a run folder, a submitted job and `overland.train` do."""
+    file, again = tmp_path / "run.toml", tmp_path / "again.toml"
+    file.write_text("[data]\nvocab_size = 300\n[lr_scheduler]\nmin_lr_factor = 0.1\n")
+    given = ["lr_scheduler.decay_type=constant", f"job.dump_folder={tmp_path / 'a'}"]
+    loaded, _ = load_checked(str(file), given, world_size=1)
+    assert loaded.config.lr_scheduler.min_lr_factor == 0
+    assert loaded.config.data.vocab_size == 300
+    write_config(loaded.config, again, full=True)
+    assert load_checked(str(again), world_size=1)[0].config == loaded.config
+    show([str(file), *given])
+    assert "min_lr_factor" not in capsys.readouterr().out
 
 
 def test_every_rule_is_tried() -> None:
