@@ -55,7 +55,12 @@ GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "range")
 """Variables that every template gets."""
 MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 LOOPS_OVER_CONTENT = re.compile(r"\bfor\s+\w+\s+in\s+[^\s%]*\bcontent\b")
-IN_SET = re.compile(r"\bset\s+[\w.]+\s*=\s*['\"][^'\"]*\Z")
+# What precedes and what follows a name in a string that a template looks for, and does not write.
+LOOKS_FOR = re.compile(
+    r"(?:[=!]=|\bin|[.|]\s*(?:r?split|r?partition|replace|startswith|endswith|r?find|r?index|count"
+    r"|removeprefix|removesuffix)\()\s*['\"][^'\"]*\Z"
+)
+IS_LOOKED_FOR = re.compile(r"[^'\"]*['\"]\s*(?:[=!]=|(?:not\s+)?in\b)")
 # Roles that may be part of a special token's name, as in `'<|' + role + '|>'`.
 ROLES = frozenset((
     "system", "developer", "user", "human", "assistant", "model", "tool", "function", "observation",
@@ -268,12 +273,10 @@ class ChatTemplate:
     ) -> list[str]:
         """Returns the texts with quotes for the names that come from messages and tools.
 
-        They are found by writing the conversation again with other characters in their places. If
-        that gives the same texts otherwise, these show where the names are. If not, the template
-        looks for some of them, perhaps to split a message at `</think>`. Then they are replaced in
-        the template too, except in those of its strings that can keep them, because it only writes
-        them."""
-        words = self._stand_ins(found, texts)
+        They are found by writing the conversation again with other characters in their places, in
+        messages as in those of the template's strings that it looks for, perhaps to split a message
+        at `</think>`. If that gives the same texts otherwise, these show where the names are."""
+        words = self._stand_ins(set(found), texts)
         originals = {one: own for name in found for one, own in zip(words[name], name, strict=True)}
         stand_in = re.compile(
             rf"(?P<escape>\\u(?P<code>e\w{{3}}|f[0-8]\w\w))|[{''.join(originals)}]"
@@ -294,33 +297,18 @@ class ChatTemplate:
                 return words[text]
             return self._names_in_content.sub(lambda match: words[match[0]], text)
 
-        others = _changed(given, replaced)
+        def replaced_if_looked_for(match: re.Match[str]) -> str:
+            before, after = self.source[: match.start()], self.source[match.end() :]
+            is_looked_for = LOOKS_FOR.search(before) or IS_LOOKED_FOR.match(after)
+            return words[match[0]] if is_looked_for else match[0]
+
         names = sorted(self.specials.keys() & found)
-        spots = [match.span() for match in any_name_of(names).finditer(self.source)]
-
-        def attempt(looked_for: Collection[tuple[int, int]]) -> list[str] | None:
-            source, done = "", 0
-            for start, stop in sorted(looked_for):
-                source += self.source[done:start] + words[self.source[start:stop]]
-                done = stop
-            try:
-                written = self._run(source + self.source[done:], others, cuts)
-            except ChatError:
-                return None
-            return written if [restored(text) for text in written] == texts else None
-
-        # What was found for one conversation is usually right for the next.
-        written = attempt([spot for spot in self._looked_for if spot in spots])
-        if written is None and (written := attempt(spots)) is not None:
-            looked_for = {*spots}
-            for spot in spots:
-                if (fewer := attempt(looked_for - {spot})) is not None:
-                    written, looked_for = fewer, looked_for - {spot}
-            if any(IN_SET.search(self.source[:start]) for start, _ in looked_for):
-                written = None  # it may look for such a variable and write it, too
-            else:
-                self._looked_for.update(looked_for)
-        if written is None:
+        source = any_name_of(names).sub(replaced_if_looked_for, self.source)
+        try:
+            written = self._run(source, _changed(given, replaced), cuts)
+        except ChatError:
+            written = []
+        if [restored(text) for text in written] != texts:
             listed = ", ".join(map(json.dumps, names))
             raise Undecided(
                 f"messages contain {any_of(sorted(found), 'and')}, and {self.whose} acts on names "
@@ -329,20 +317,20 @@ class ChatTemplate:
             )
         return [restored(text, QUOTED) for text in written]
 
-    def _stand_ins(self, found: Collection[str], texts: Sequence[str]) -> Mapping[str, str]:
+    def _stand_ins(self, found: set[str], texts: Sequence[str]) -> Mapping[str, str]:
         """Returns characters in place of those of each name, which do not occur in the texts. They
         stay the same if possible, so that changed templates need not be compiled again."""
         words, taken = self._words, set(self.source).union(*texts)
-        if not taken.isdisjoint("".join(words.values())):
+        if found <= words.keys() and taken.isdisjoint("".join(words.values())):
+            return words
+        for names in (found | words.keys(), found):
+            free = (chr(code) for code in STAND_INS if chr(code) not in taken)
             words.clear()
-        taken.update(*words.values())
-        free = (one for one in map(chr, STAND_INS) if one not in taken)
-        for name in sorted(set(found) - words.keys()):
-            words[name] = "".join(islice(free, len(name)))
-            if len(words[name]) < len(name):
-                words.clear()
-                raise ChatError("it contains too many names of special tokens")
-        return words
+            words.update((name, "".join(islice(free, len(name)))) for name in sorted(names))
+            if all(len(name) == len(word) for name, word in words.items()):
+                return words
+        words.clear()
+        raise ChatError("it contains too many names of special tokens")
 
     def _run(self, source: str, given: Sequence[Any], cuts: Sequence[Cut]) -> list[str]:
         """Returns what a template writes of turns and tools, for each of the cuts."""
@@ -418,11 +406,6 @@ class ChatTemplate:
         names = self.specials.keys() - self.in_content
         found = {name.strip("<|>[]/") for name in names} - names - ROLES - {""}
         return {one for one in found if not re.search(rf"['\"]{re.escape(one)}['\"]", self.source)}
-
-    @cached_property
-    def _looked_for(self) -> set[tuple[int, int]]:
-        """Places in the template of names that it looks for in messages, as far as known."""
-        return set()
 
     @cached_property
     def _words(self) -> dict[str, str]:

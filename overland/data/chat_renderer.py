@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -55,11 +56,17 @@ class Renderer:
         except Exception as error:  # pickle raises nothing more specific
             raise Rejected(f"it holds something other than text and numbers: {error}") from None
         with self._lock:
-            # A process may also be ended by others, such as a kernel that is out of memory.
-            answer = self._answer(data) or self._answer(data)
+            try:
+                # A process may also be ended by others, such as a kernel that is out of memory.
+                answer = self._answer(data) or self._answer(data)
+            except (
+                BaseException
+            ):  # Ctrl-C: its answer must not be taken for that to a later request
+                self.close()
+                raise
         kind, found = answer if answer is not None else ("endless", "its process was killed")
         if kind == "texts":
-            return list(found)
+            return [found[0][:text] if isinstance(text, int) else text for text in found]
         if kind == "invalid":
             raise DataError(f"the chat template cannot be parsed{found}")
         raise (Rejected if kind == "rejects" else Endless)(found)
@@ -86,14 +93,13 @@ class Renderer:
         try:
             process.stdin.write(SIZE.pack(len(data)) + data)
             process.stdin.flush()
-            if head := process.stdout.read(SIZE.size):
-                answer = process.stdout.read(*SIZE.unpack(head))
-                found = json.loads(answer.decode("utf-8", "surrogatepass"))
-                if found[0] == "endless":
-                    self.close()  # its memory may be full
-                return found
-        except OSError:
-            pass
+            answer = process.stdout.read(*SIZE.unpack(process.stdout.read(SIZE.size)))
+            found = json.loads(answer.decode("utf-8", "surrogatepass"))
+            if found[0] == "endless":
+                self.close()  # its memory may be full
+            return found
+        except (OSError, ValueError, struct.error):
+            pass  # it has ended, perhaps while it answered
         self._process = None
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ file as a program, without the rest of Overland, so it imports nothing of it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import resource
@@ -22,6 +23,7 @@ from typing import Any
 # Unicode has code points that never stand for a character: these mark the assistant's text.
 BEGIN, END = "\ufdd1", "\ufdd2"
 LARGEST = 1 << 26  # most characters that a template may write
+LONGEST_MESSAGE = 500  # characters
 SIZE = struct.Struct("<Q")  # precedes each message
 UNSETTLED = ("random", "lipsum")  # their output is different each time
 # Terminals and Slurm signal all processes of a job; this one ends when its input does.
@@ -39,16 +41,20 @@ def main(seconds: int, megabytes: int) -> None:
     while head := requests.read(SIZE.size):
         request = pickle.loads(requests.read(*SIZE.unpack(head)))
         try:
-            answer = ["texts", _rendered(seconds, *request)]
+            data = _packed("texts", _rendered(seconds, *request))
         except Problem as problem:
-            answer = list(problem.args)
+            data = _packed(*problem.args)
         except MemoryError:
-            answer = ["endless", f"it takes more than {megabytes:,} MB of memory"]
+            data = _packed("endless", f"it takes more than {megabytes:,} MB of memory")
         except RecursionError:
-            answer = ["endless", "it recurses without end"]
-        data = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        answers.write(SIZE.pack(len(data)) + data)
+            data = _packed("endless", "it recurses without end")
+        answers.write(SIZE.pack(len(data)))
+        answers.write(data)
         answers.flush()
+
+
+def _packed(kind: str, found: Any) -> bytes:
+    return json.dumps([kind, found], ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 class Problem(Exception):
@@ -62,13 +68,15 @@ def _rendered(
     date: Any,
     turns: Sequence[Any],
     cuts: Sequence[tuple[int, bool]],
-) -> list[str]:
+) -> list[str | int]:
     """Returns a text for each of `cuts`: the number of turns to write, and whether the text ends
-    with the generation prompt."""
+    with the generation prompt. Of a text that the first one begins with, only the length is
+    returned."""
     _limit_time(seconds)
     template = _compiled(source)
     clock = {} if date is None else {"strftime_now": date.strftime}
-    texts = []
+    texts: list[str | int] = []
+    first = ""
     for num_turns, asks in cuts:
         _limit_time(seconds)
         given = {"messages": turns[:num_turns], "add_generation_prompt": asks}
@@ -82,8 +90,12 @@ def _rendered(
         except (Problem, MemoryError, RecursionError):
             raise
         except Exception as error:  # the template is an arbitrary program
-            raise Problem("rejects", str(error) or type(error).__name__) from None
-        texts.append("".join(parts))
+            said = str(error) or type(error).__name__
+            more = " …" if len(said) > LONGEST_MESSAGE else ""
+            raise Problem("rejects", said[:LONGEST_MESSAGE] + more) from None
+        text = "".join(parts)
+        first = first if texts else text
+        texts.append(len(text) if texts and first.startswith(text) else text)
     return texts
 
 
@@ -102,7 +114,8 @@ def _limit_time(seconds: int) -> None:
     """Lets the kernel end this process if it computes for longer than this from now on."""
     until = int(time.process_time()) + 1 + seconds
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (until, most))
+    if most == resource.RLIM_INFINITY or until < most:
+        resource.setrlimit(resource.RLIMIT_CPU, (until, most))
 
 
 def _limit_memory(megabytes: int) -> None:
@@ -114,7 +127,8 @@ def _limit_memory(megabytes: int) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     wanted = used + megabytes * 10**6
     if most == resource.RLIM_INFINITY or wanted < most:
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, most))
+        with contextlib.suppress(ValueError):  # not every system has this limit
+            resource.setrlimit(resource.RLIMIT_AS, (wanted, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -4,6 +4,9 @@ an assistant wrote is known."""
 from __future__ import annotations
 
 import pickle
+import resource
+import subprocess
+import sys
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -137,18 +140,22 @@ SPLITS = (
 def test_a_template_sees_names_of_special_tokens(tokenizer: Tokenizer) -> None:
     thoughts = "<s>\nWhy <|im_end|>?\n</s>\n\nSo <s> and <|im_end|>."
     turns = [{"role": "assistant", "content": thoughts}] * 2
-    for _ in range(2):  # with what was found out about the template, too
-        text, num_quoted = written_by(tokenizer, SPLITS, turns)
-        assert text == (
-            "[<|im_start|>]So <s> and <|im_end|>.[<|im_end|>][<|im_start|>][<s>]\nWhy <|im_end|>?\n"
-            "[</s>]\n\nSo <s> and <|im_end|>.[<|im_end|>]"
-        )
-        assert num_quoted == 5
+    text, num_quoted = written_by(tokenizer, SPLITS, turns)
+    assert text == (
+        "[<|im_start|>]So <s> and <|im_end|>.[<|im_end|>][<|im_start|>][<s>]\nWhy <|im_end|>?\n"
+        "[</s>]\n\nSo <s> and <|im_end|>.[<|im_end|>]"
+    )
+    assert num_quoted == 5
     looks_and_writes = (
         "{% if '<s>' in messages[0].content %}{{ messages[0].content }}{% endif %}<s>"
     )
     turns = [{"role": "user", "content": "a <s>"}]
     assert written_by(tokenizer, looks_and_writes, turns) == ("a <s>[<s>]", 1)
+    writes_it_again = (
+        "{% set c = messages[0].content %}{% if '<s>' in c %}"
+        "{{ c.split('<s>')[0] + '<s>' + c.split('<s>')[1] }}{% else %}{{ c }}{% endif %}"
+    )
+    assert written_by(tokenizer, writes_it_again, turns) == ("a [<s>]", 0)
     refuses = "{% if '<s>' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
     with pytest.raises(ChatError, match="rejects the conversation: no"):
         written_by(tokenizer, refuses, turns)
@@ -186,6 +193,8 @@ def test_messages_write_special_tokens_where_they_may(tokenizer: Tokenizer) -> N
     "source",
     [
         "{% set end = '<s>' %}{{ messages[0].content.split(end)[0] + end }}",
+        "{% set ns = namespace(e='<s>') %}{{ messages[0].content.split(ns.e)[0] + ns.e }}",
+        "{% for e in ['<s>'] %}{% if e in messages[0].content %}{{ e }}{% endif %}{% endfor %}",
         "{{ messages[0].content.split(bos_token)[0] + bos_token }}",
         "{{ messages[0].content | upper }}",
     ],
@@ -277,6 +286,7 @@ def test_a_template_may_end_all_conversations_by_eos(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize(
     ("source", "words"),
     [
+        ("{{ raise_exception('a' * 9999999) }}", "rejects the conversation: a{500} …$"),
         ("{{ raise_exception('no system turns') }}", "rejects the conversation: no system turns"),
         ("{{ messages[0].nothing.at.all }}", "rejects the conversation: .*nothing"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "not finish: it recurses without end"),
@@ -343,6 +353,48 @@ def test_a_template_is_run_again_after_its_process_was_killed(tokenizer: Tokeniz
     ended = limited(partial(template.write, TALK, said(TALK)))  # a fork has a process of its own
     assert ended == "read"
     assert template.write(TALK, said(TALK)) == before
+
+
+def test_an_answer_is_never_that_to_another_request(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = template_of(LLAMA3, tokenizer)
+    before = template.write(TALK, said(TALK))
+
+    class Interrupted:
+        pack = chat_renderer.SIZE.pack
+
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_renderer, "SIZE", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            template.write(TALK[:1], [0])
+    assert template.write(TALK, said(TALK)) == before
+    chat_renderer.renderer.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_renderer, "SANDBOX", tmp_path / "ends.py")
+        for written in (b"abc", chat_renderer.SIZE.pack(9) + b'["tex'):
+            (tmp_path / "ends.py").write_text(f"import os; os.write(1, {written!r})")
+            with pytest.raises(Undecided, match="its process was killed"):
+                template.write(TALK, said(TALK))
+    assert template.write(TALK, said(TALK)) == before
+
+
+def test_a_template_runs_where_the_machine_has_limits_of_its_own() -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (5, 5))
+
+    request = pickle.dumps(("{{ messages }}", {}, None, ["a"], [(1, False)]))
+    done = subprocess.run(
+        [sys.executable, chat_renderer.SANDBOX, "10", "1000"],
+        input=chat_renderer.SIZE.pack(len(request)) + request,
+        capture_output=True,
+        check=True,
+        preexec_fn=limit,
+    )
+    assert done.stdout.endswith(b'["texts", ["[\'a\']"]]')
 
 
 def test_a_template_writes_the_same_each_time(tokenizer: Tokenizer) -> None:
