@@ -173,7 +173,7 @@ def _possible(
         return next((record[name] for record in records if record.get(name)), None)
 
     tools, system = first(("tools",)), first(("system", "system_prompt"))
-    question, answer = first(QUESTIONS), first(ANSWERS)
+    question, answer, more = first(QUESTIONS), first(ANSWERS), first(("input",))
     for turns in [column] if column is not None else [name for name in TURNS if name in names]:
         items = _listed(example(turns))
         if column is None or items:
@@ -188,10 +188,12 @@ def _possible(
         known = ("prompt", "question", "query", "instruction")
         single = isinstance(example("chosen"), Mapping)  # one turn, which follows the prompt's
         prompt = first((*TURNS, *known) if single else known)
-        yield Columns("preference", "", prompt, "chosen", "rejected", "", tools, system)
+        given = more if prompt == "instruction" else ""
+        yield Columns("preference", "", prompt, "chosen", "rejected", given, tools, system)
     if question and answer:
-        plain = Columns("completion", "", question, answer, tools=tools, system=system)
-        asked = Columns("instruction", "", question, answer, "", first(("input",)), tools, system)
+        given = more if question == "instruction" else ""
+        plain = Columns("completion", "", question, answer, "", given, tools, system)
+        asked = Columns("instruction", "", question, answer, "", more, tools, system)
         # These two names stand for plain texts; the others for a question that a template formats.
         is_plain = (question, answer) == ("prompt", "completion")
         yield from (plain, asked) if is_plain else (asked, plain)
@@ -215,7 +217,7 @@ def conversation(record: Record, columns: Columns) -> Conversation:
             question |= {"instruction": asked, "input": given}
         answer = {"role": ASSISTANT, "content": _text(record, columns.answer)}
         return _told([*before, question, answer], len(before) + 1, tools)
-    return _completed(record, columns.prompt, columns.answer, before, tools)
+    return _completed(record, columns, before, tools)
 
 
 def further_keys(records: Sequence[Record], columns: Columns) -> list[str]:
@@ -253,6 +255,12 @@ def pair(record: Record, columns: Columns) -> tuple[Conversation, Conversation]:
     names, given = (columns.answer, columns.rejected), record.get(columns.prompt)
     if isinstance(given, str | None) and all(_is_text(record.get(name)) for name in names):
         texts = [_text(record, name) for name in names]
+        _check_texts(record, columns)
+        if given and given.strip() and all(text.startswith(given) for text in texts):
+            raise ChatError(
+                f"its columns {names[0]} and {names[1]} both begin with the text of its column "
+                f"{columns.prompt}, which would be written twice: remove that column"
+            )
         size = _shared_text(*texts) if given is None else 0
         if given is None and not size:
             raise _no_prompt(columns, "text")
@@ -309,15 +317,29 @@ def _no_prompt(columns: Columns, what: str) -> ChatError:
     )
 
 
+def _check_texts(record: Record, columns: Columns) -> None:
+    """Rejects texts with more than a prompt and an answer, since no template writes the rest."""
+    rest = (columns.system, columns.input, columns.tools if _tools(record, columns) else "")
+    if found := [name for name in rest if name and record.get(name)]:
+        way_out = "make lists of turns of the texts"
+        if columns.shape == "completion":
+            way_out = 'set sft.shape = "instruction" to use the template'
+        raise Undecided(
+            f"it has a column {found[0]}, but its texts are used as they are, without a chat "
+            f"template that would write it: {way_out}, or remove that column"
+        )
+
+
 def _completed(
     record: Record,
-    prompt: str,
-    answer: str,
+    columns: Columns,
     before: list[dict[str, Any]],
     tools: tuple[Any, ...] | None,
 ) -> Conversation:
+    prompt, answer = columns.prompt, columns.answer
     given = record.get(prompt)
     if isinstance(given, str | None) and _is_text(record.get(answer)):
+        _check_texts(record, columns)
         return Conversation(texts=(given or "", _text(record, answer)))
     asked, answered = _asked(record, prompt), _turns(record, answer)
     end = _end_of(asked, answered) if asked else len(answered) - 1

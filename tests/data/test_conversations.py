@@ -58,7 +58,7 @@ def test_texts_stay_as_they_are() -> None:
     assert told({"content": "a", "x": 1}, column="content").texts == ("", "a")
     record = {"instruction": "Add", "input": "1 + 1", "output": "[2]"}
     assert [turn["content"] for turn in told(record).turns] == ["Add\n\n1 + 1", "[2]"]
-    assert told(record, wanted="completion").texts == ("Add", "[2]")
+    assert told({**record, "input": ""}, wanted="completion").texts == ("Add", "[2]")
 
 
 def test_a_wish_wins_over_what_is_likelier() -> None:
@@ -184,6 +184,7 @@ def test_the_prompt_of_two_texts_is_what_they_begin_with() -> None:
     ("record", "words"),
     [
         ({"chosen": "a b", "rejected": "c d"}, "different text, so there is no prompt: add a col"),
+        ({"prompt": "a", "chosen": "a b", "rejected": "a c"}, "the text of its column prompt, whi"),
         ({"chosen": [BOT], "rejected": [OTHER]}, "different turns, so there is no prompt"),
         ({"chosen": [USER, BOT], "rejected": [SYSTEM, USER, BOT]}, "different turns"),
         (
@@ -194,6 +195,16 @@ def test_the_prompt_of_two_texts_is_what_they_begin_with() -> None:
 )
 def test_a_pair_without_a_prompt_is_refused(record: dict[str, Any], words: str) -> None:
     with pytest.raises(ChatError, match=words):
+        pair(record, recognize("file", [record], pairs=True))
+
+
+@pytest.mark.parametrize("more", [{"system": "S"}, {"tools": [{}]}, {"input": "1 + 1"}])
+def test_texts_leave_no_column_out(more: dict[str, Any]) -> None:
+    record = {"instruction": "Add", "output": "2", "chosen": "3", "rejected": "4", **more}
+    (column,) = more
+    with pytest.raises(Undecided, match=f"column {column}, but .*set sft.shape = .instruction"):
+        told(record, wanted="completion")
+    with pytest.raises(Undecided, match=f"column {column}, but .* lists of turns"):
         pair(record, recognize("file", [record], pairs=True))
 
 
