@@ -97,17 +97,13 @@ def generate(
     from overland.tools.evaluation.prompts import (
         Prompt,
         check_prompts,
+        has_unread_input,
         piped_prompts,
         read_prompts,
     )
     from overland.tools.evaluation.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    given = [Prompt(text) for text in [*(prompts or []), *(prompt or [])]]
-    given += read_prompts(file) if file is not None else []
-    if not given and not chat:
-        given = piped_prompts(note)
-    check_prompts(given)
     if chat and parse_specials is not None:
         raise typer.BadParameter(
             "names of special tokens in a question are text; this is for texts to continue",
@@ -115,6 +111,11 @@ def generate(
         )
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
+    given = [Prompt(text) for text in [*(prompts or []), *(prompt or [])]]
+    given += read_prompts(file) if file is not None else []
+    if not given and not chat:
+        given = piped_prompts(note)
+    check_prompts(given)
     opened = open_model(
         path, base=base, tokenizer=tokenizer, config=config, dtype=dtype, device=device, step=step,
         needs_tokenizer=True,
@@ -127,10 +128,12 @@ def generate(
         opened, sampling, num_tokens, stop or [], chat, system, batch_size, as_json,
         parse_specials is not False,
     )  # fmt: skip
-    if chat and not given:
+    if not given:
         converse(asked)
-    else:
-        answer(asked, given or [Prompt("")])
+        return
+    if has_unread_input():
+        note("standard input is not read: prompts are given")
+    answer(asked, given)
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,7 @@ def converse(asked: Asked) -> None:
     """Talks until the input ends."""
     from overland.errors import OverlandError
     from overland.tools.evaluation.chat import Conversation
+    from overland.tools.evaluation.prompts import check_turn
 
     generator = asked.generator(1, asked.opened.context)
     talk = Conversation(
@@ -234,6 +238,8 @@ def converse(asked: Asked) -> None:
     if is_watched:
         note(f"{RESET} clears the conversation; Ctrl-C interrupts an answer; Ctrl-D quits")
     for question in questions(is_watched):
+        if not is_watched and not talk.turns:
+            check_turn(question)
         if question.strip() == RESET:
             talk.reset()
             note("conversation cleared")
@@ -265,9 +271,13 @@ def tell_end(asked: Asked, reason: str) -> None:
 
 def questions(is_watched: bool) -> Iterator[str]:
     """Yields the lines of the input, without blank ones."""
+    from overland.errors import DataError
+
     while True:
         try:
             line = input("> " if is_watched else "")
+        except UnicodeDecodeError as error:
+            raise DataError(f"standard input is not UTF-8 text: {error.reason}") from None
         except (EOFError, KeyboardInterrupt):
             if is_watched:
                 print()

@@ -208,6 +208,7 @@ class ChatTemplate:
         self, turns: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> tuple[Piece, ...]:
         """Writes a conversation up to where the assistant answers."""
+        self._check_tools(turns, tools)
         (text,) = self._render(turns, tools, [(len(turns), True)])
         return self._split(_unmarked(text), []).pieces
 
@@ -217,8 +218,8 @@ class ChatTemplate:
         for name, is_used in (("tools", tools), ("tool_calls", has_calls)):
             if is_used and name not in self.source:
                 raise Undecided(
-                    f"it has {name}, but {self.whose} does not write them: set sft.chat_template "
-                    "to one that does, such as that of Qwen2.5-7B-Instruct or of "
+                    f"it has {name}, but {self.whose} does not write them: use one that does "
+                    "(sft.chat_template), such as that of Qwen2.5-7B-Instruct or of "
                     "Llama-3.1-8B-Instruct"
                 )
 

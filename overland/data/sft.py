@@ -35,6 +35,7 @@ from overland.data.conversations import (
     conversation,
     further_keys,
     has_parts,
+    joined,
     prompts_are,
     recognize,
     renamed_roles,
@@ -368,12 +369,17 @@ def question(config: JobConfig, tokenizer: Tokenizer, text: str) -> list[int]:
     return to_answer(config, tokenizer, [{"role": "user", "content": text}])
 
 
-def to_answer(config: JobConfig, tokenizer: Tokenizer, turns: Sequence[Message]) -> list[int]:
+def to_answer(
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    turns: Sequence[Message],
+    tools: Sequence[Any] | None = None,
+) -> list[int]:
     """Returns the token ids of a conversation, up to where the assistant answers."""
     template, _ = _templates(config, tokenizer)
     if template is None:
         raise NoTemplate
-    pieces = template.write_prompt(turns)
+    pieces = template.write_prompt(turns if template.takes_parts else joined(turns), tools)
     ids: list[int] = tokenizer.encode_pieces(pieces)[0].tolist()
     return ids
 

@@ -16,7 +16,13 @@ from typer.testing import CliRunner
 from overland.cli.generate import stripped
 from overland.cli.main import app
 from overland.data.tokenizer import Tokenizer
-from overland.tools.evaluation.prompts import encode_prompt
+from overland.tools.evaluation.prompts import (
+    Prompt,
+    encode_prompt,
+    has_unread_input,
+    piped_prompts,
+    read_prompts,
+)
 from tests.cli.processes import environment
 from tests.cli.warm import LIMIT_SECONDS, server
 from tests.evaluation.texts import write_chat_model, write_text_model
@@ -82,10 +88,35 @@ def test_a_text_is_shown_with_what_follows_it(model: Path) -> None:
     assert shown.stderr == f"{model}: float32 (--dtype) on cpu (--device)\n"
 
 
-def test_without_a_prompt_the_model_begins_a_document(model: Path) -> None:
-    assert (
-        generate(model, "--num-tokens", 5).stdout == generate(model, "", "--num-tokens", 5).stdout
-    )
+def test_without_a_prompt_the_model_begins_a_document(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "standard input is empty" in generate(model, code=2).stderr  # of a command that failed
+    assert records(model, "--num-tokens", 5, given="  \n")[0]["prompt"] == "  "
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        said: list[str] = []
+        assert piped_prompts(said.append) == [Prompt("")]
+        assert said == ["no prompt: the model begins a new document"]
+        assert not has_unread_input()
+
+
+def test_a_text_that_is_piped_in_next_to_a_prompt_is_noticed_and_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reader, writer = os.pipe()
+    (tmp_path / "text").write_text("a text")
+    with os.fdopen(writer, "w") as into, os.fdopen(reader) as pipe:
+        monkeypatch.setattr("sys.stdin", pipe)
+        assert not has_unread_input()
+        print("a text", file=into, flush=True)
+        assert has_unread_input()
+        assert pipe.readline() == "a text\n"
+    with (tmp_path / "text").open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert has_unread_input()
+        assert piped_prompts(lambda text: None) == [Prompt("a text")]
+        assert not has_unread_input()
 
 
 def test_settings_reach_the_engine(model: Path) -> None:
@@ -150,6 +181,31 @@ def test_what_a_user_says_is_no_special_token(chat: Path) -> None:
     assert plain["text"] != quoted["text"]
 
 
+def test_a_conversation_in_a_file_has_its_tools_and_calls(chat: Path, tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    turns = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, call,
+             {"role": "tool", "content": "4"}]  # fmt: skip
+    file = tmp_path / "turns.jsonl"
+    file.write_text(json.dumps({"messages": turns, "tools": [{"name": "f"}], "system": "Be short"}))
+    (found,) = read_prompts(file)
+    assert [turn["role"] for turn in found.messages] == ["system", "user", "assistant", "tool"]
+    assert (found.text, found.tools) == ("4", ({"name": "f"},))
+    said = generate(chat, "--file", file, code=2).stderr  # its template would leave them out
+    assert "it has tools, but the tokenizer's chat template does not write them" in said
+    file.write_text(json.dumps({"messages": turns[:1]}))
+    asked = records(chat, "--file", file, "--temperature", 0)
+    assert [one["text"] for one in asked] == [
+        one["text"] for one in records(chat, "--chat", "Hi", "--temperature", 0)
+    ]
+
+
+def test_objects_are_no_turns_of_a_conversation(chat: Path) -> None:
+    given = '{"prompt": "Hi"}\n{"prompt": "you"}\n'
+    assert "add --file -" in generate(chat, "--chat", given=given, code=2).stderr
+    assert len(records(chat, "--chat", "--file", "-", given=given)) == 2
+    assert "is not UTF-8 text" in generate(chat, "--chat", given=b"a\xff\n", code=2).stderr
+
+
 def test_names_of_special_tokens_are_those_of_transformers(chat: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -184,7 +240,7 @@ ODD = [
 
 @pytest.mark.parametrize(("words", "message"), ODD, ids=[message[:30] for _, message in ODD])
 def test_odd_options_are_one_sentence(words: list[str], message: str, model: Path) -> None:
-    said = generate(model, *words, code=2).stderr
+    said = generate(model, *words, code=2, given="a").stderr
     assert message in said
     assert "Traceback" not in said
 
@@ -196,7 +252,9 @@ def test_odd_options_are_one_sentence(words: list[str], message: str, model: Pat
         ("bytes.txt", b"a\xff\xfe", "is not UTF-8 text"),
         ("cut.jsonl", b'{"prompt": "a"}\n{"prompt": ', "cut.jsonl, line 2: invalid JSON"),
         ("other.jsonl", b'{"id": 3}', "other.jsonl, line 1: expected a string"),
-        ("turns.jsonl", b'{"messages": [{"role": 1}]}', "turns.jsonl, line 1: expected a string"),
+        ("turns.jsonl", b'{"messages": [{"role": 1}]}', "turns.jsonl, line 1: turn 1 has no valid"),
+        ("both.jsonl", b'{"text": "a", "messages": [{}]}', "line 1 has text and messages"),
+        ("done.jsonl", b'{"messages": [{"role": "assistant", "content": "a"}]}', "its last turn is"),
         ("half.jsonl", b'"a"\n"b\\ud800"', "prompt 2 is not valid UTF-8: character 2 is '\\ud800'"),
     ],
 )

@@ -115,7 +115,7 @@ class Asking:
             return prompt_of(self.opened, turns_of(prompt.text, self.system))
         has_system = self.system is None or prompt.messages[0]["role"] == "system"
         first = [] if has_system else turns_of("", self.system)[:1]
-        return prompt_of(self.opened, [*first, *prompt.messages])
+        return prompt_of(self.opened, [*first, *prompt.messages], prompt.tools)
 
     def end_ids(self, prompts: Sequence[Prompt]) -> tuple[int, ...]:
         is_chat = self.chat or any(prompt.messages for prompt in prompts)

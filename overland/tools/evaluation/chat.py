@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from overland.config.schema import JobConfig
 from overland.data.chat import ASSISTANT, Message
@@ -20,14 +21,16 @@ def turns_of(question: str, system: str | None = None) -> list[Message]:
     return [*first, {"role": "user", "content": question}]
 
 
-def prompt_of(opened: OpenModel, turns: list[Message]) -> list[int]:
+def prompt_of(
+    opened: OpenModel, turns: list[Message], tools: Sequence[Any] | None = None
+) -> list[int]:
     """Returns the ids of a conversation, up to where the model answers."""
     if not opened.tokenizer.chat_templates:
         raise DataError(
             f"{opened.tokenizer.path} has no chat template, so questions cannot be formatted: "
             "omit --chat, or put a chat_template.jinja next to it"
         )
-    return to_answer(opened.config or JobConfig(), opened.tokenizer, turns)
+    return to_answer(opened.config or JobConfig(), opened.tokenizer, turns, tools)
 
 
 def ends_of(opened: OpenModel) -> tuple[int, ...]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import stat
 import sys
+import termios
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.data.chat import Message, split_specials
+from overland.data.chat import ASSISTANT, ChatError, Message, split_specials
+from overland.data.conversations import Columns, conversation
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
+from overland.words import any_of
 
 KEYS = ("prompt", "text", "question")
+TURNS = "messages"
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 STDIN = Path("-")
 
@@ -24,6 +31,7 @@ class Prompt:
 
     text: str
     messages: tuple[Message, ...] = ()
+    tools: tuple[Any, ...] | None = None
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -35,16 +43,48 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def piped_prompts(note: Callable[[str], None]) -> list[Prompt]:
-    """Returns what standard input holds, if it is not a terminal: one text, or JSON lines. Nothing,
-    if it is empty."""
-    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
-        return []
+    """Returns what standard input holds: one text, or JSON lines. A terminal and /dev/null hold
+    nothing; a pipe or a file that is empty is an error, since somebody meant to fill it."""
+    if not _is_piped():
+        note("no prompt: the model begins a new document")
+        return [Prompt("")]
     note("reading the prompt from standard input (--file - reads a prompt per line)")
     lines = _lines(STDIN)
     if _holds_objects(lines):
         return list(_parsed_lines(lines, STDIN))
     text = "\n".join(lines).removesuffix("\n")
-    return [Prompt(text)] if text.strip() else []
+    if not text:
+        raise DataError(
+            "standard input is empty: give a prompt, or '' to let the model begin a new document"
+        )
+    return [Prompt(text)]
+
+
+def has_unread_input() -> bool:
+    """Whether a text waits in standard input, which is not read if there are other prompts."""
+    try:
+        waiting = fcntl.ioctl(sys.stdin, termios.FIONREAD, bytes(4))
+        return _is_piped() and int.from_bytes(waiting, sys.byteorder) > 0
+    except (AttributeError, TypeError, ValueError, OSError):
+        return False
+
+
+def check_turn(line: str) -> None:
+    """Raises an error for a line of standard input that is a JSON object, not a turn."""
+    if _holds_objects([line]):
+        raise DataError(
+            "standard input holds JSON lines, but with --chat alone its lines are the turns of one "
+            "conversation: add --file - to answer each of them"
+        )
+
+
+def _is_piped() -> bool:
+    if sys.stdin is None or sys.stdin.closed:
+        return False
+    try:
+        return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
+    except (OSError, ValueError):  # not a file of the system
+        return not sys.stdin.isatty()
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, parse_specials: bool = True) -> list[int]:
@@ -62,7 +102,8 @@ def check_prompts(prompts: Iterable[Prompt]) -> None:
     """Raises an error for prompts that are not valid text: command line bytes or JSON escapes that
     are not characters."""
     for number, prompt in enumerate(prompts, start=1):
-        for text in (prompt.text, *(turn["content"] for turn in prompt.messages)):
+        turns = (turn.get("content") for turn in prompt.messages)
+        for text in (prompt.text, *(one for one in turns if isinstance(one, str))):
             try:
                 text.encode()
             except UnicodeEncodeError as error:
@@ -115,23 +156,28 @@ def _parsed(line: str, where: str) -> Prompt:
         raise DataError(f"{where}: invalid JSON ({error!s:.100})") from None
     if isinstance(record, str):
         return Prompt(record)
-    if isinstance(record, dict):
-        for key in KEYS:
-            if isinstance(record.get(key), str):
-                return Prompt(record[key])
-        turns: Any = record.get("messages")
-        if _is_conversation(turns):
-            return Prompt(turns[-1]["content"], tuple(turns))
+    known = record if isinstance(record, dict) else {}
+    keys = [key for key in (*KEYS, TURNS) if known.get(key) is not None]
+    if len(keys) > 1:
+        raise DataError(f"{where} has {any_of(keys, 'and')}: keep the one that is the prompt")
+    if keys == [TURNS]:
+        return _conversation(record, where)
+    if keys and isinstance(record[keys[0]], str):
+        return Prompt(record[keys[0]])
     raise DataError(
         f"{where}: expected a string, or an object with a string under {KEYS[0]!r} or turns under "
-        "'messages'"
+        f"{TURNS!r}"
     )
 
 
-def _is_conversation(turns: Any) -> bool:
-    return bool(isinstance(turns, list) and turns) and all(
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-        for turn in turns
-    )
+def _conversation(record: dict[str, Any], where: str) -> Prompt:
+    """Returns the prompt of a record as training would read it, up to the answer."""
+    try:
+        told = conversation(record, Columns("messages", TURNS, tools="tools", system="system"))
+    except ChatError as error:
+        raise DataError(f"{where}: {error}") from None
+    last = told.turns[-1]
+    if last["role"] == ASSISTANT:
+        raise DataError(f"{where}: its last turn is the assistant's: remove it, to be answered")
+    said = last["content"]
+    return Prompt(said if isinstance(said, str) else json.dumps(said), told.turns, told.tools)
