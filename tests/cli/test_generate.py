@@ -254,7 +254,11 @@ def test_odd_options_are_one_sentence(words: list[str], message: str, model: Pat
         ("other.jsonl", b'{"id": 3}', "other.jsonl, line 1: expected a string"),
         ("turns.jsonl", b'{"messages": [{"role": 1}]}', "turns.jsonl, line 1: turn 1 has no valid"),
         ("both.jsonl", b'{"text": "a", "messages": [{}]}', "line 1 has text and messages"),
-        ("done.jsonl", b'{"messages": [{"role": "assistant", "content": "a"}]}', "its last turn is"),
+        (
+            "done.jsonl",
+            b'{"messages": [{"role": "assistant", "content": "a"}]}',
+            "its last turn is",
+        ),
         ("half.jsonl", b'"a"\n"b\\ud800"', "prompt 2 is not valid UTF-8: character 2 is '\\ud800'"),
     ],
 )
