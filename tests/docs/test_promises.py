@@ -10,11 +10,14 @@ import pytest
 
 from overland.cli.common import is_user_error
 from overland.cli.train import settle_folder
+from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.data.corpus import lay_out
 from overland.data.sources import TextFolder
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.errors import DataError, sentence
+from tests.cli.processes import ROOT
+from tests.docs.pages import blocks
 
 
 @pytest.fixture
@@ -93,3 +96,19 @@ def test_a_run_made_with_resume_none_can_be_resumed_by_its_own_config(tmp_path: 
     for config in (loaded.config, load_config("quickstart", arguments, env={}).config):
         assert config.job.dump_folder == f"{tmp_path}/run-2"
         assert config.checkpoint.resume == "auto"
+
+
+def test_every_config_on_a_page_is_one_that_loads(tmp_path: Path) -> None:
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "broken_configs.md"]
+    failed = {}
+    for page in [ROOT / "README.md", *pages]:
+        for block in blocks(page.read_text(encoding="utf-8")):
+            if block.language not in ("toml", "yaml") or block.text.startswith("description ="):
+                continue  # a site
+            file = tmp_path / f"run.{block.language}"
+            file.write_text(block.text)
+            try:
+                load_config(str(file), env={"SCRATCH_ROOT": "/scratch"})
+            except ConfigError as error:
+                failed[str(page.relative_to(ROOT))] = str(error)
+    assert failed == {}
