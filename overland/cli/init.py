@@ -68,8 +68,8 @@ def init_recipe(recipe: str, dest: Path | None, force: bool) -> None:
 def init_scripts(name: str, folder: Path, force: bool) -> None:
     from overland.tools.scripts import about, copy_scripts
 
-    for path in copy_scripts(name, folder, force):
-        print(f"wrote {path}")
+    for path, done in copy_scripts(name, folder, force).items():
+        print(f"{done} {path}")
     _, usage = about(name)
     print(f"\n{usage}")
 

@@ -36,9 +36,9 @@ def files_of(name: str) -> list[Path]:
     return sorted(file for file in files if "__pycache__" not in file.parts)
 
 
-def copy_scripts(name: str, folder: Path, force: bool = False) -> list[Path]:
-    """Copies all scripts of this name, or none; returns the files that were written. Configs that
-    are already there are kept, unless `force`."""
+def copy_scripts(name: str, folder: Path, force: bool = False) -> dict[Path, str]:
+    """Copies all scripts of this name, or none; returns what became of each file that was not there
+    as it is. Configs that are already there are kept, unless `force`."""
     if name not in script_names():
         near = nearest_name(name, script_names())
         hint = f"; did you mean {near}?" if near else ""
@@ -46,8 +46,8 @@ def copy_scripts(name: str, folder: Path, force: bool = False) -> list[Path]:
         raise OverlandError(f"there are no scripts from {name} (known: {known}){hint}")
     sources = {folder / file: scripts_folder() / name / file for file in files_of(name)}
     new = {to: source for to, source in sources.items() if not is_same(to, source)}
-    if not force:  # configs are there to be edited
-        new = {to: source for to, source in new.items() if not is_own_config(to)}
+    kept = [] if force else [to for to in new if is_own_config(to)]  # they are there to be edited
+    new = {to: source for to, source in new.items() if to not in kept}
     there = [str(path) for path in new if path.exists() or path.is_symlink()]
     if there and not force:
         one = len(there) == 1
@@ -62,7 +62,8 @@ def copy_scripts(name: str, folder: Path, force: bool = False) -> list[Path]:
             path.unlink()
         path.write_bytes(source.read_bytes())
         make_executable(path)
-    return list(new)
+    words = "kept as it is, though it differs; --force overwrites it:"
+    return {**dict.fromkeys(new, "wrote"), **dict.fromkeys(kept, words)}
 
 
 def is_same(path: Path, source: Path) -> bool:

@@ -117,6 +117,11 @@ def test_scripts_are_copied_all_or_none() -> None:
     again = runner.invoke(app, ["--from", "torchtitan"])  # what is the same is no obstacle
     assert again.exit_code == 0
     assert "wrote" not in again.stdout
+    Path("llama3_8b.toml").write_text("mine")  # a config of that name may be older, or another
+    kept = runner.invoke(app, ["--from", "torchtitan"])
+    assert "kept" in kept.stdout
+    assert "--force overwrites it: llama3_8b.toml\n" in kept.stdout
+    assert Path("llama3_8b.toml").read_text() == "mine"
 
 
 def test_scripts_do_not_follow_a_link_out_of_the_folder() -> None:
