@@ -18,7 +18,7 @@ from overland.errors import DataError
 
 BETWEEN = re.compile(r"\s*[,\]]")
 BOM = "\ufeff"
-BLANKS = " \t\r\n" + BOM  # joined files may have several byte order marks
+BLANKS = re.compile(f"[ \\t\\r\\n{BOM}]*")  # joined files may have several byte order marks
 HEAD_BYTES = 256  # blanks before the array
 
 
@@ -38,47 +38,53 @@ def array_items(path: Path, longest: int) -> Iterator[bytes]:
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     scan = json.JSONDecoder().raw_decode
     with reading(path), open_bytes(path) as file:
-        text, is_whole, number = "", False, 1
+        # `at` moves on inside of `text`, which is copied only when more is read.
+        text, at, is_whole, number = "", 0, False, 1
 
         def more() -> None:
-            nonlocal text, is_whole
-            data = file.read(READ_BYTES)
+            nonlocal text, at, is_whole
+            data = file.read(max(READ_BYTES, len(text) - at))  # an item is scanned few times
             is_whole = not data
-            text += decoder.decode(data, final=is_whole)
+            text, at = text[at:] + decoder.decode(data, final=is_whole), 0
 
         def next_character() -> str:
             """Skips blanks; returns an empty string at the end of the file."""
-            nonlocal text
-            while not (text := text.lstrip(BLANKS)) and not is_whole:
+            nonlocal at
+            while True:
+                at = BLANKS.match(text, at).end()  # type: ignore[union-attr]
+                if at < len(text) or is_whole:
+                    return text[at : at + 1]
                 more()
-            return text[:1]
 
-        while next_character():
-            if not text.startswith("["):
+        while first := next_character():
+            if first != "[":
                 raise DataError(
-                    f"{path}: {text[:40]!r} follows its JSON array: after an array there may only "
-                    "be another one; put the rest into a file of its own"
+                    f"{path}: {text[at : at + 40]!r} follows its JSON array: after an array there "
+                    "may only be another one; put the rest into a file of its own"
                 )
-            text, border = text[1:], None
+            at, border = at + 1, None
             while border != "]":
-                if next_character() == "]" and border is None:
-                    text, border = text[1:], "]"
+                if next_character() == "]":
+                    if border is not None:
+                        raise DataError(
+                            f"{path}:{number}: a comma before the end of the JSON array"
+                        )
+                    at, border = at + 1, "]"
                     continue
-                if text.startswith("]"):
-                    raise DataError(f"{path}:{number}: a comma before the end of the JSON array")
                 found, end = None, 0
                 with contextlib.suppress(ValueError, RecursionError):
-                    _, end = scan(text)
+                    _, end = scan(text, at)
                     found = BETWEEN.match(text, end)
                 if found is not None:
-                    yield text[:end].encode("utf-8", "surrogateescape")
-                    text, border, number = text[found.end() :], found[0][-1], number + 1
-                elif not is_whole and len(text) <= longest:
+                    yield text[at:end].encode("utf-8", "surrogateescape")
+                    at, border, number = found.end(), found[0][-1], number + 1
+                elif not is_whole and len(text) - at <= longest:
                     more()
                 elif text.rstrip().endswith("]") or not is_whole:
                     raise DataError(
                         f"{path}:{number}: not a JSON object, or one of more than {longest:,} "
-                        f"characters, in an array, so what follows cannot be read: {text[:60]!r}"
+                        f"characters, in an array, so what follows cannot be read: "
+                        f"{text[at : at + 60]!r}"
                     )
                 else:
                     raise DataError(f"{path} is truncated: its JSON array has no end")
