@@ -90,7 +90,8 @@ def parse_value(text: str, key: Key | None) -> Any:
         return [part.strip() for part in text.split(",") if part.strip()]
     if key.accepts(str) and not isinstance(value, str | list):
         return text
-    if key.accepts(int) and isinstance(value, float) and value.is_integer():
+    takes_int = key.accepts(int) and not key.accepts(float)  # data.holdout = 1.0 is no document
+    if takes_int and isinstance(value, float) and value.is_integer():
         return int(value)
     return value
 

@@ -531,7 +531,7 @@ class Data(Section):
     mixture: Literal["tokens", "rows"] = "tokens"
     """What the weights apply to. tokens: sequences, each from one source; rows: documents, which
     are then packed together."""
-    holdout: NonNegativeInt | Annotated[float, Field(ge=0, lt=1)] = 0
+    holdout: Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(ge=0, lt=1)] = 0
     """Documents to hold out for validation: a fraction, such as 0.01, or a number over all sources,
     which is exact. Copies of a document stay together, and no document that was trained on is held
     out when data is added."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,7 +106,7 @@ def mark_of_sets(run: Run) -> str:
             whole = replace(held.plan.segments[0], global_batch_size=0)
             plan = replace(held.plan, segments=(whole,)).to_json()
             marks.append([held.name, plan, num_sequences(run, held.name)])
-    return digest_of(marks)[:16]
+    return digest_of(sorted(marks, key=itemgetter(0)))[:16]  # the order does not matter
 
 
 def about_sets(run: Run) -> list[str]:
@@ -120,7 +121,7 @@ def about_sets(run: Run) -> list[str]:
         size = run.dataset.plan.segments[0].global_batch_size
         why = f"validation.steps counts batches of {size:,}, as the run began; {why} sets it"
     lines = [
-        f"validation reads {f'the first {count:,}' if count > 0 else 'all'} sequences of "
+        f"validation reads {f'up to {count:,}' if count > 0 else 'all'} sequences of "
         f"{any_of(some, 'and')} ({why})"
         for count, some in alike.items()
     ]

@@ -1,5 +1,6 @@
 """Documents that are kept out of training: which they are, and who reads them."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -119,6 +120,13 @@ def test_shares_that_leave_nothing_are_told(tmp_path: Path) -> None:
         sides(corpus, share=1e-9)
     with pytest.raises(DataError, match=r"data\.holdout holds out every document of a"):
         sides(corpus, share=1 - 1e-12)
+
+
+def test_a_share_of_one_is_not_taken_for_a_number_of_documents() -> None:
+    for value, is_right in ((1, True), (0.999, True), (1.0, False), (20.0, False), (True, False)):
+        with contextlib.nullcontext() if is_right else pytest.raises(ConfigError, match="holdout"):
+            loaded = load_config("quickstart", [f"data.holdout={json.dumps(value)}"])
+            assert loaded.config.data.holdout == value
 
 
 def before(corpus: Corpus) -> Corpus:

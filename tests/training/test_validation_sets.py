@@ -144,20 +144,22 @@ def test_a_changed_batch_size_does_not_change_the_set(
     ranks: RankPool, tmp_path: Path, texts: dict[str, str]
 ) -> None:
     def of(last: int, rows: int, **validation: Any) -> tuple[list[dict[str, float]], list[str]]:
+        sets = {
+            name: {"path": texts[name]} for name in sorted(("prose", "plays"), reverse=last > 1)
+        }
         config = job(
             tmp_path / "run", texts,
             training={"steps": last, "local_batch_size": rows, "global_batch_size": rows},
-            validation={"enable": True, "freq": 1, "sets": {"prose": {"path": texts["prose"]}},
-                        **validation},
+            validation={"enable": True, "freq": 1, "sets": sets, **validation},
             checkpoint={"enable": True, "interval": 1, "keep_best": 1, "keep_latest_k": 2},
             optimizer={"lr": 0.0},
         )  # fmt: skip
         return ranks.run(1, heard, config)[0]
 
     before, said = of(1, 6, steps=1)
-    assert any("the first 6 sequences of prose" in one for one in said)
+    assert any("up to 6 sequences of plays and prose" in one for one in said)
     after, said = of(2, 2, steps=1)
-    assert any("the first 6 sequences of prose" in one for one in said)
+    assert any("up to 6 sequences of prose and plays" in one for one in said)
     assert not any("chosen anew" in one for one in said)
     assert after[0]["validation_loss"] == pytest.approx(before[0]["validation_loss"], rel=1e-12)
     other, said = of(6, 2, sequences=5)
