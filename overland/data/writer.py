@@ -22,7 +22,7 @@ from overland.data.chat import (
     length_of,
     split_specials,
 )
-from overland.data.conversations import Conversation, Learn, joined
+from overland.data.conversations import SPEAKERS, Conversation, Learn, joined
 from overland.data.sources.marks import digest_of
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
@@ -31,6 +31,10 @@ from overland.words import any_of
 TooLong = Literal["error", "truncate", "drop", "split"]
 RULES = 2  # part of every fingerprint; increased when the same conversations give other tokens
 SHOWN = 80  # tokens of a sample, in a message
+OTHER_ROLES = (
+    "without a turn by assistant, so without anything to learn (to rename roles such as gpt, set "
+    'sft.shape = "sharegpt")'
+)
 QUOTED = "with names of special tokens encoded as text (sft.special_tokens_in_content)"
 
 
@@ -90,10 +94,12 @@ class Writer:
         if what == "truncated":
             ids, weights = ids[:longest], weights[:longest]
         if not weights[1:].any():  # nothing predicts the first token
-            if self.skip_unlearned:
-                raise Skipped("without anything to learn")
             why = "no assistant turn counts"
             roles = list(dict.fromkeys(turn["role"] for turn in told.turns))
+            if self.skip_unlearned:
+                others = [role for role in roles if SPEAKERS.get(role.lower()) == ASSISTANT]
+                is_renamed = bool(others) and ASSISTANT not in others
+                raise Skipped(OTHER_ROLES if is_renamed else "without anything to learn")
             if roles and ASSISTANT not in roles:
                 why = (
                     f"no turn's role is {ASSISTANT!r}, they are {any_of(roles, 'and')} (to rename "

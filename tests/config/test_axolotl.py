@@ -252,6 +252,19 @@ def test_full_fine_tuning_on_chats(tmp_path: Path) -> None:
     assert config.parallelism.sharding_stage == "zero2"
 
 
+def test_renamed_roles_and_no_validation_are_heeded(tmp_path: Path) -> None:
+    text = FULL_CHAT.replace("role: from", "role: role").replace(
+        "content: value", "content: content"
+    )
+    assert load(tmp_path, text).config.sft.shape == "sharegpt"
+    text = text.replace("[human]", "[user]").replace("[gpt, model]", "assistant")
+    assert load(tmp_path, text).config.sft.shape == "messages"
+    assert load(tmp_path, LORA_ALPACA).config.validation.enable is True
+    off = load(tmp_path, LORA_ALPACA + "eval_strategy: 'no'\n")
+    assert off.config.validation.enable is False
+    assert "eval_strategy → validation.enable" in "\n".join(off.notes)
+
+
 def test_preference_tuning(tmp_path: Path) -> None:
     loaded = load(tmp_path, DPO)
     config = loaded.config

@@ -28,6 +28,7 @@ from overland.data.rows import IGNORED
 from overland.data.sft import ConversationSource
 from overland.data.sources import StandardLibrary
 from overland.data.tokenizer import Tokenizer
+from overland.data.writer import OTHER_ROLES
 from overland.errors import DataError
 from tests.data.chats import LLAMA3, MARKED, ROLES, TALK, write_lines, write_tokenizer
 from tests.data.sources.test_mds import write_mds
@@ -385,13 +386,14 @@ def test_the_prompt_of_alpaca_is_built_in(tmp_path: Path, add_bos: bool, bos: st
 
 
 def test_nothing_to_learn_is_an_error_that_shows_it(tmp_path: Path, tokenizer: Path) -> None:
-    records = [{"messages": TALK[:1]}, {"messages": TALK}]
+    other = [{**turn, "role": turn["role"].replace("assistant", "gpt")} for turn in TALK]
+    records = [{"messages": TALK[:1]}, {"messages": TALK}, {"messages": other}]
     path = write_lines(tmp_path / "one.jsonl", records)
     with pytest.raises(DataError, match=r"one\.jsonl:1: there is nothing to learn .*Hello there"):
         samples(opened(job(tmp_path, tokenizer, path, data={"bad_documents": "skip"})))
     source = opened(job(tmp_path, tokenizer, path, sft={"skip_unlearned": True}))
     assert len(samples(source)) == 1
-    assert dict(source.counts) == {"without anything to learn": 1}
+    assert dict(source.counts) == {"without anything to learn": 1, OTHER_ROLES: 1}
 
 
 def test_what_cannot_be_used_is_named_or_skipped(tmp_path: Path, tokenizer: Path) -> None:

@@ -194,6 +194,9 @@ def _chat(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
             reason = "expected role and content, or from and value; rename them in the files"
             file.refuse("datasets", entry, f"message_property_mappings: {reason}")
         shape = "sharegpt" if full == TURNS[1] else "messages"
+    roles = dataset.get("roles")
+    if isinstance(roles, dict) and any(listed(names) != [role] for role, names in roles.items()):
+        shape = "sharegpt"  # which renames roles in turns of any form
     file.put("sft.shape", shape, entry, "datasets.type")
     if "field_messages" in dataset:
         file.put("training.column", dataset.pop("field_messages"), entry, "datasets.field_messages")
@@ -351,6 +354,8 @@ def _validation(file: File) -> None:
     if source is not None and source.value and not is_off:
         file.put("validation.enable", True, source)
         file.put("validation.steps", -1, source)
+    elif is_off and strategy is not None:
+        file.put("validation.enable", False, strategy, "eval_strategy")
     file.every("eval", "validation.freq", "the last step is always validated")
     if strategy is not None and not is_off:
         reason = "validation.freq sets how often, in steps"
