@@ -14,7 +14,13 @@ from typing import Any
 
 from overland.config.errors import ConfigError, Problem
 from overland.config.schema import IN_PLACE_OF
-from overland.files import LARGEST_CONFIG, TOO_DEEP, check_toml, check_yaml
+from overland.files import (
+    LARGEST_CONFIG,
+    TOO_DEEP,
+    YAML_VALUE_ERRORS,
+    check_toml,
+    compose_yaml,
+)
 
 KeyPath = tuple[str, ...]
 
@@ -30,6 +36,7 @@ class Entry:
 
 Entries = dict[KeyPath, Entry]
 
+MOST_BITS = 4096
 SUFFIXES = (".toml", ".yaml", ".yml")
 
 
@@ -58,11 +65,10 @@ def read_toml(text: str, shown: str) -> Entries:
     except ValueError as error:
         raise ConfigError([Problem(str(error), where=shown)]) from None
     try:
-        index = index_lines(text)
         tree = tomllib.loads(text)
-        return flatten(tree, index.lines, shown)
+        return flatten(tree, index_lines(text).lines, shown)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError([_toml_problem(str(error), text, index, shown)]) from None
+        raise ConfigError([_toml_problem(str(error), text, shown)]) from None
     except RecursionError:
         raise ConfigError([Problem(TOO_DEEP, where=shown)]) from None
     except ValueError as error:  # a number with thousands of digits
@@ -73,11 +79,9 @@ def read_yaml(text: str, shown: str) -> Entries:
     import yaml
 
     try:
-        loader = _yaml_loader()(text)
-        node = loader.get_single_node()
+        loader, node = compose_yaml(text, _yaml_loader())
         lines: dict[KeyPath, int] = {}
         problems: list[Problem] = []
-        check_yaml(node)
         if node is not None:
             _index_yaml(node, (), lines, problems, shown)
         if problems:
@@ -93,7 +97,7 @@ def read_yaml(text: str, shown: str) -> Entries:
         raise ConfigError([Problem(TOO_DEEP, where=shown)]) from None
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError, TypeError) as error:
+    except (yaml.YAMLError, *YAML_VALUE_ERRORS) as error:
         detail = (str(error).splitlines() or ["cannot be read"])[0]
         raise ConfigError([Problem(f"not valid YAML: {detail}", where=shown)]) from None
     if not isinstance(tree, dict):
@@ -112,6 +116,10 @@ def flatten(tree: dict[Any, Any], lines: dict[KeyPath, int], shown: str) -> Entr
                 visit(item, (*path, str(key)))
             return
         line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
+        if _is_huge(value):
+            raise ConfigError(
+                [Problem("too large", where=place(line), key=".".join(path))]
+            )
         entries[path] = Entry(value, place(line), place(lines.get(path[:1])))
 
     def place(line: int | None) -> str:
@@ -119,6 +127,13 @@ def flatten(tree: dict[Any, Any], lines: dict[KeyPath, int], shown: str) -> Entr
 
     visit(tree, ())
     return entries
+
+
+def _is_huge(value: Any) -> bool:
+    """Whether a number is in it that could not even be printed."""
+    if isinstance(value, dict | list):
+        return any(map(_is_huge, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and value.bit_length() > MOST_BITS
 
 
 def nest(entries: Entries) -> dict[str, Any]:
@@ -153,19 +168,18 @@ def _one_inside_other(a: KeyPath, b: KeyPath) -> bool:
     return a[:shorter] == b[:shorter]
 
 
-def _toml_problem(message: str, text: str, index: LineIndex, shown: str) -> Problem:
+def _toml_problem(message: str, text: str, shown: str) -> Problem:
     found = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)$", message)
     detail = message[: found.start()] if found else message
-    rows = text.splitlines()
+    rows = text.removesuffix("\n").split("\n")
     line = int(found.group(1)) if found and found.group(1) else len(rows)
     where = f"{shown}:{line}"
-    for path, second, first in index.repeats:
-        # tomllib stops at the first repeat, which is also the first that the index recorded.
-        if detail.startswith(REPEATED):
+    if detail.startswith(REPEATED):  # the rest of the text may be anything
+        for path, second, first in index_lines("\n".join(rows[:line])).repeats:
             message = f"given twice; first on line {first}"
             return Problem(message, where=f"{shown}:{second}", key=".".join(path))
     detail = _TOML_WORDS.get(detail, detail[:1].lower() + detail[1:])
-    row = rows[line - 1].strip() if 0 < line <= len(rows) else ""
+    row = rows[line - 1].strip()[:LONGEST_ROW] if 0 < line <= len(rows) else ""
     word = re.match(r"([^=]+?)\s*=\s*([A-Za-z_./~][^#\"']*?)\s*(#.*)?$", row)
     if detail == "invalid value" and word:
         hint = f'text needs quotes: {word.group(1)} = "{word.group(2)}"'
@@ -174,6 +188,7 @@ def _toml_problem(message: str, text: str, index: LineIndex, shown: str) -> Prob
     return Problem(f"not valid TOML: {detail}{shown_row}", where=where)
 
 
+LONGEST_ROW = 200  # characters of the file that a message shows
 REPEATED = ("Cannot overwrite", "Cannot declare", "Cannot mutate", "Duplicate")
 
 _TOML_WORDS = {
@@ -237,8 +252,7 @@ class LineIndex:
 
 
 def index_lines(text: str) -> LineIndex:
-    """Finds the line of each key, since `tomllib` keeps no positions. If the text is not valid
-    TOML, indexing continues at the next line."""
+    """Finds the line of each key, since `tomllib` keeps no positions."""
     return _Scanner(text).scan()
 
 
@@ -247,6 +261,7 @@ class _Scanner:
         self.text = text
         self.index = LineIndex()
         self.at = 0
+        self.line, self.counted = 1, 0  # of the place up to which line ends are counted
         self.values: set[KeyPath] = set()
         self.tables: set[KeyPath] = set()
         self.counts: dict[KeyPath, int] = {}
@@ -347,7 +362,9 @@ class _Scanner:
         self.index.lines.setdefault(path, line)
 
     def _line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+        self.line += self.text.count("\n", self.counted, self.at)
+        self.counted = self.at
+        return self.line
 
     def _next_line(self) -> None:
         end = self.text.find("\n", self.at)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from overland import files
+from overland.config import source
 from overland.config.errors import ConfigError
 from overland.config.source import read_file, read_toml, read_yaml
-from overland.files import parse_toml
+from overland.files import parse_toml, parse_yaml
 
 TOML = '''top.level = 1
 "quoted.key" = 2
@@ -58,6 +60,39 @@ def test_toml_that_is_nested_too_deeply_is_not_parsed(
     assert "a.a" not in "".join(asked)
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_toml(text)
+
+
+def test_invalid_toml_is_not_searched_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings that never end would be searched again from each of their characters."""
+    monkeypatch.setattr(source, "index_lines", None)
+    with pytest.raises(ConfigError, match=r"x\.toml:1: not valid TOML") as error:
+        read_toml('a = [""" ' + "x" * 1000, "x.toml")
+    assert len(str(error.value)) < 400
+
+
+def test_yaml_is_refused_as_soon_as_it_has_too_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_VALUES", 100)
+    text = "[" + "1," * 200 + "}"  # not valid either, behind them
+    with pytest.raises(ConfigError, match="more than 100 values"):
+        read_yaml(text, "x.yaml")
+    with pytest.raises(ValueError, match="more than 100 values"):
+        parse_yaml(text)
+
+
+@pytest.mark.parametrize("value", ["!!bool perhaps", "!!timestamp x", "!!int x", "2001-99-99"])
+def test_yaml_values_that_are_not_of_their_type_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"x\.yaml: not valid YAML"):
+        read_yaml(f"a: {value}", "x.yaml")
+    with pytest.raises(ValueError):  # noqa: PT011
+        parse_yaml(f"a: {value}")
+
+
+def test_a_number_that_cannot_be_printed_is_refused() -> None:
+    huge = "0x" + "f" * 5000
+    with pytest.raises(ConfigError, match=r"x\.toml:2: .*optimizer\.lr.*too large"):
+        read_toml(f"[optimizer]\nlr = [{{ a = {huge} }}]", "x.toml")
+    with pytest.raises(ConfigError, match="too large"):
+        read_yaml(f"a: {huge}", "x.yaml")
 
 
 def test_toml_keys_have_the_line_they_stand_on() -> None:
