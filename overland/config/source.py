@@ -117,9 +117,7 @@ def flatten(tree: dict[Any, Any], lines: dict[KeyPath, int], shown: str) -> Entr
             return
         line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
         if _is_huge(value):
-            raise ConfigError(
-                [Problem("too large", where=place(line), key=".".join(path))]
-            )
+            raise ConfigError([Problem("too large", where=place(line), key=".".join(path))])
         entries[path] = Entry(value, place(line), place(lines.get(path[:1])))
 
     def place(line: int | None) -> str:
