@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from overland.errors import ArgumentError, OverlandError
+from overland.words import did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 OPTION = re.compile(r"`[^`]*`|\boverland [a-z]+ .*|(?<![\w-])--([a-z][a-z-]*)")
 """An option of a command, outside of a command that a message shows."""
+KINDS = {"bool": (bool, "True or False"), "str": (str, "a text")}
+"""Types that are checked for every public function: any text would be true."""
 
 
 def refused(name: str, given: object, expected: str) -> ArgumentError:
@@ -86,6 +89,7 @@ def naming_arguments(function: Function, name: str) -> Function:
 
     @functools.wraps(function)
     def public(*given: Any, **named: Any) -> Any:
+        _check_kinds(function, name, given, named)
         try:
             return function(*given, **named)
         except OverlandError as error:
@@ -96,6 +100,26 @@ def naming_arguments(function: Function, name: str) -> Function:
 
     public.__module__, public.__qualname__ = "overland", name  # where pickle finds it
     return public  # type: ignore[return-value]
+
+
+def _check_kinds(
+    function: Callable[..., Any], name: str, given: tuple[Any, ...], named: Mapping[str, Any]
+) -> None:
+    signature = inspect.signature(function)
+    known = signature.parameters
+    if all(one.kind is not one.VAR_KEYWORD for one in known.values()):
+        for one in named.keys() - known.keys():
+            raise ArgumentError(f"{name} has no argument {one!r}{did_you_mean(one, known)}")
+    try:
+        values = signature.bind_partial(*given, **named).arguments
+    except TypeError:  # the function itself says what is wrong
+        return
+    for one, value in values.items():
+        annotation = str(known[one].annotation)
+        kind, expected = KINDS.get(annotation.removesuffix(" | None"), (object, ""))
+        may_be_none = value is None and annotation.endswith("None")
+        if not isinstance(value, kind) and not may_be_none:
+            raise refused(one, value, expected)
 
 
 def _with_arguments(message: str, known: Collection[str]) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import overland
+from overland.cli.eval import evaluate as command_evaluate
 from overland.config.load import recipe_names
 from overland.config.validate import validate_again
 from overland.tools.evaluation.model import open_model
@@ -185,6 +186,13 @@ def test_evaluate_takes_what_the_command_takes(text_model: Path, tmp_path: Path)
         assert "--" not in str(error.value)
 
 
+def test_evaluate_has_every_option_of_the_command() -> None:
+    about_devices = {"ranks", "shard", "tensor_parallel"}
+    options = inspect.signature(command_evaluate).parameters.keys() - {"words", "as_json"}
+    arguments = inspect.signature(overland.evaluate).parameters.keys() - {"quiet"}
+    assert options - about_devices == arguments
+
+
 def test_errors_of_functions_name_arguments_and_those_of_commands_options(
     text_model: Path, tmp_path: Path
 ) -> None:
@@ -251,6 +259,13 @@ def of_quickstart(key: str, value: object) -> overland.JobConfig:
         (lambda: overland.evaluate("x", data={"a": "b"}), "data = {'a': 'b'}: expected a path or"),
         (lambda: overland.evaluate("x", limt=4), "no argument 'limt'; did you mean 'limit'?"),
         (lambda: overland.evaluate("x", num_fewshot=4), "num_fewshot has no effect without tasks"),
+        (lambda: overland.evaluate("x", datasets="y"), "datasets has no effect without tasks"),
+        (lambda: overland.evaluate("x", joined="no"), "joined = 'no': expected True or False"),
+        (lambda: overland.evaluate("x", column=3), "column = 3: expected a text"),
+        (lambda: overland.evaluate("x", step=1, steps="all"), "step and steps are given"),
+        (lambda: overland.generate("x", "a", chat="no"), "chat = 'no': expected True or False"),
+        (lambda: overland.generate("x", "a", system="b"), "system has no effect without chat"),
+        (lambda: overland.train("x", steps=3), "train has no argument 'steps'"),
         (lambda: overland.register_callback(3), "= 3: expected a subclass of overland.Callback"),
         (lambda: overland.register_callback(dict), "expected a subclass of overland.Callback"),
     ],

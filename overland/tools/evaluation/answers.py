@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from overland.arguments import integer, number, path_of, texts
+from overland.errors import ArgumentError
 from overland.tools.evaluation.chat import ends_of, prompt_of, turns_of
 from overland.tools.evaluation.generate import Completion, Generator
 from overland.tools.evaluation.model import OpenModel, open_model
@@ -53,6 +54,8 @@ def generate(
         parse_specials: Whether names of special tokens in texts to continue stand for the tokens,
             as in transformers. In questions (`chat`) they are always text.
     """
+    if system is not None and not chat:
+        raise ArgumentError("system has no effect without chat=True: give both")
     sampling = Sampling(
         number(temperature, "temperature"),
         integer(top_k, "top_k"),

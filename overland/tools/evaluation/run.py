@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from overland.tools.evaluation.evaluate import (
 from overland.tools.evaluation.model import device_of, dtype_of
 from overland.tools.evaluation.results import Record, Report
 from overland.tools.evaluation.sweep import steps_of
-from overland.words import any_of, did_you_mean, visible
+from overland.words import any_of, visible
 from overland.world import World
 from overland.world.devices import device_type
 
@@ -43,6 +42,7 @@ def evaluate(
     data: str | Path | Sequence[str | Path] = (),
     tasks: str | Sequence[str] = (),
     step: int | None = None,
+    steps: str | None = None,
     context: int | None = None,
     stride: int | None = None,
     joined: bool = False,
@@ -60,7 +60,17 @@ def evaluate(
     output: str | Path | None = None,
     again: bool = False,
     quiet: bool = True,
-    **task_settings: Any,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+    chat_template: str | None = None,
+    fewshot_as_multiturn: bool = True,
+    system: str | None = None,
+    gen_kwargs: str | None = None,
+    add_bos: bool | None = None,
+    log_samples: bool = False,
+    include_path: str | Path | None = None,
+    datasets: str | Path | None = None,
+    unsafe_code: bool = False,
 ) -> list[Record]:
     """Measures perplexity and task scores, as `overland eval` does, in this process.
 
@@ -70,6 +80,7 @@ def evaluate(
             evaluated on its validation data.
         tasks: Tasks of lm-evaluation-harness; `overland fetch tasks` fetches their datasets.
         step: The checkpoint of a run; default: the newest.
+        steps: Several checkpoints of a run: `all`, or such as `1000,2000`.
         context: Tokens per window; default: as in training, at most 4096.
         stride: Tokens between windows; default: half of the context.
         joined: Whether to join all documents into one text.
@@ -87,8 +98,17 @@ def evaluate(
         output: Folder for results; default: next to the checkpoint.
         again: Whether to recompute saved results.
         quiet: Whether to suppress messages about saved results and progress.
-        **task_settings: Fields of `overland.tools.evaluation.tasks.AskedTasks`, such as
-            `num_fewshot`.
+        num_fewshot: For tasks, as all that follow: examples before each question.
+        apply_chat_template: Whether to format prompts as conversations.
+        chat_template: Name of the template, if there are several.
+        fewshot_as_multiturn: Whether examples are turns of the conversation.
+        system: The system message.
+        gen_kwargs: Settings of generation, such as `max_gen_toks=64`.
+        add_bos: Whether prompts begin with BOS; default: as the tokenizer does.
+        log_samples: Whether to save every prompt and answer.
+        include_path: Folder of task definitions.
+        datasets: Folder that the datasets were fetched to.
+        unsafe_code: Whether tasks may run programs that the model writes.
 
     Returns:
         A record per dataset or group of tasks, as `overland eval --json` prints them.
@@ -97,10 +117,18 @@ def evaluate(
         raise refused("prefix", prefix, any_of(PREFIXES))
     for_data = {"stride": stride, "joined": joined, "prefix": prefix != "auto", "column": column,
                 "subset": subset, "split": split, "skip_bad": skip_bad}  # fmt: skip
-    if tasks and not data:
-        for name, value in for_data.items():
-            if value:
-                raise ArgumentError(f"{name} has no effect without data: give both")
+    for_tasks = {"num_fewshot": num_fewshot is not None, "apply_chat_template": apply_chat_template,
+                 "chat_template": chat_template, "fewshot_as_multiturn": not fewshot_as_multiturn,
+                 "system": system, "gen_kwargs": gen_kwargs, "add_bos": add_bos is not None,
+                 "log_samples": log_samples, "include_path": include_path, "datasets": datasets,
+                 "unsafe_code": unsafe_code}  # fmt: skip
+    tasks = texts(tasks, "tasks")
+    unread, needed = ({} if data else for_data, "data") if tasks else (for_tasks, "tasks")
+    for name, value in unread.items():
+        if value:
+            raise ArgumentError(f"{name} has no effect without {needed}: give both")
+    if step is not None and steps is not None:
+        raise ArgumentError("step and steps are given: omit one of them")
     asked = Asked(
         path=path_of(path, "path"),
         choices=DataSource(column=column, subset=subset, split=split),
@@ -120,22 +148,21 @@ def evaluate(
         output=path_or_none(output, "output"),
         again=again,
     )
-    tasks = texts(tasks, "tasks")
-    _check_settings(tasks, task_settings)
-    wanted = asked_tasks(tasks, None, **task_settings)
-    return evaluate_here(asked, wanted, None, World(), quiet)
-
-
-def _check_settings(tasks: Sequence[str], settings: Mapping[str, Any]) -> None:
-    from overland.tools.evaluation.task_run import TaskOptions
-
-    known = [one.name for one in fields(TaskOptions)]
-    for name in settings:
-        if name not in known:
-            near = did_you_mean(name, [*known, *inspect.signature(evaluate).parameters])
-            raise ArgumentError(f"evaluate has no argument {name!r}{near}")
-        if not tasks:
-            raise ArgumentError(f"{name} has no effect without tasks: give both")
+    include = path_or_none(include_path, "include_path")
+    wanted = asked_tasks(
+        tasks,
+        path_or_none(datasets, "datasets"),
+        num_fewshot=integer_or_none(num_fewshot, "num_fewshot", least=0),
+        chat_template=chat_template or ("default" if apply_chat_template else None),
+        multiturn=fewshot_as_multiturn,
+        system=system,
+        gen_kwargs=gen_kwargs,
+        add_bos=add_bos,
+        log_samples=log_samples,
+        unsafe_code=unsafe_code,
+        include_path=None if include is None else str(include.absolute()),
+    )
+    return evaluate_here(asked, wanted, steps, World(), quiet)
 
 
 def asked_tasks(tasks: Sequence[str], datasets: Path | None, **settings: Any) -> AskedTasks | None:
