@@ -14,15 +14,16 @@ Step 1 is left out if a rank takes all of its rows in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from overland.errors import ObjectiveError
 from overland.models.loss import OutputMatrix
 from overland.objectives.objective import Fields, Objective
+from overland.parallel.comm import gather
 from overland.parallel.mesh import Mesh
 
 KNOWN = "known_Bk"
@@ -38,6 +39,7 @@ class Gathered(Objective):
     fields: tuple[str, ...] = ()
     """Names of the batch fields that `loss` is given for all rows, such as labels."""
     _mesh: Mesh | None = None
+    _is_apart = False
 
     def bind(self, mesh: Mesh) -> None:
         if mesh.degrees.cp > 1:
@@ -53,8 +55,15 @@ class Gathered(Objective):
         if self._field is not None:
             self._found.append(features_B.detach())
             return features_B.new_zeros(1 + len(self.metrics))
+        if self._is_apart:
+            return self._without_comparison(features_B)
         known_Bk = fields.get(KNOWN)
         if known_Bk is None:
+            if self.has_passes:
+                raise ObjectiveError(
+                    f"{type(self).__name__}.compare() was not given {KNOWN}: pass it all fields "
+                    "of the batch that forward() does not name itself (**fields)"
+                )
             known_Bk = self.completed(KNOWN, features_B.detach(), fields)
         count = 1 + len(self.metrics)
         gradient_Bk, sums = known_Bk[:, count:], known_Bk[:, :count].sum(dim=0)
@@ -71,28 +80,46 @@ class Gathered(Objective):
         names = [*self.fields, *({"weight_B"} & fields.keys())]
         of_all = Fields({name: self._of_all_ranks(given[name]) for name in names})
         of_all.objective = given.objective
-        weight_G = of_all.get("weight_B", torch.ones(len(features_G), device=found.device)).to(wide)
         known_Gk = features_G.new_zeros(len(features_G), 1 + len(self.metrics) + found[0].numel())
-        if bool((counted := weight_G > 0).any()):  # rows that fill up the last batch do not exist
+        if "weight_B" not in of_all:
+            known_Gk = self._known(features_G, of_all)
+        elif bool((counted := of_all["weight_B"] > 0).any()):
+            # Rows that fill up the last batch do not exist.
             of_all.update({name: one[counted] for name, one in of_all.items()})
-            with torch.enable_grad():
-                rows = features_G[counted].requires_grad_()
-                losses, others = self._losses(rows, of_all)
-                total = (losses * weight_G[counted]).sum()
-            (gradient,) = torch.autograd.grad(total, rows)
-            numbers = [losses, *(others[name] for name in self.metrics)]
-            logged = torch.stack([one.detach().to(wide) for one in numbers], dim=1)
-            logged = logged * weight_G[counted, None]
-            known_Gk[counted] = torch.cat([logged, gradient.flatten(1)], dim=1)
+            known_Gk[counted] = self._known(features_G[counted], of_all)
         first = 0 if self._mesh is None else self._mesh.dp_rank * len(found)
         return known_Gk[first : first + len(found)]
+
+    def _known(self, features_G: Tensor, fields: Fields) -> Tensor:
+        weight_G1 = fields.get("weight_B", features_G.new_ones(len(features_G)))[:, None]
+        with torch.enable_grad():
+            rows = features_G.detach().requires_grad_()
+            losses, others = self._losses(rows, fields)
+            total = (losses * weight_G1[:, 0]).sum()
+        (gradient,) = torch.autograd.grad(total, rows)
+        numbers = [losses, *(others[name] for name in self.metrics)]
+        logged = torch.stack([one.detach().to(features_G.dtype) for one in numbers], dim=1)
+        return torch.cat([logged * weight_G1, gradient.flatten(1)], dim=1)
+
+    def _without_comparison(self, features_B: Tensor) -> Tensor:
+        """Returns a sum that mixes the features of each row, and of no two rows."""
+        each_Bk = features_B.flatten(1)
+        by_k = torch.arange(1, each_Bk.shape[1] + 1, device=each_Bk.device).sin()
+        total = (each_Bk + by_k.to(each_Bk.dtype)).square().sum().reshape(1)
+        return torch.cat([total, total.new_zeros(len(self.metrics))])
+
+    @contextmanager
+    def row_by_row(self) -> Iterator[None]:
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
 
     def _of_all_ranks(self, mine: Tensor) -> Tensor:
         if self._mesh is None or self._mesh.dp_size == 1:
             return mine
-        every = mine.new_empty(len(mine) * self._mesh.dp_size, *mine.shape[1:])
-        dist.all_gather_into_tensor(every, mine.contiguous(), self._mesh.axis("dp").get_group())
-        return every
+        return gather(mine.contiguous(), 0, self._mesh.axis("dp").get_group())
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         raise ObjectiveError(

@@ -43,6 +43,8 @@ class Objective:
 
     gathers = False
     """Whether the loss compares rows of the whole global batch (see gathered.py)."""
+    has_passes = False
+    """Whether the current step runs the `passes`."""
     keeps_start = False
     """Whether `start` is called with the weights that a run starts from."""
 
@@ -157,6 +159,11 @@ class Objective:
     def bind(self, mesh: Mesh) -> None:
         """Tells the objective which ranks share rows with this one."""
         self._context = mesh if mesh.degrees.cp > 1 else None
+
+    def row_by_row(self) -> AbstractContextManager[object]:
+        """Returns a context in which the loss is a sum over rows if the model treats each row by
+        itself. Most objectives need none, since their loss is to be one."""
+        return nullcontext()
 
     @contextmanager
     def finding(self, field: str) -> Iterator[list[Tensor]]:

@@ -88,6 +88,7 @@ def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
     """Sets the objective on the model, where its head uses it. A model without an `objective`
     attribute computes its loss itself."""
     from overland.models.inner import InnerLoss
+    from overland.models.structure import Inputs
     from overland.objectives.objective import Objective
 
     computes = any(
@@ -101,6 +102,11 @@ def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
             )
         if hasattr(part, "objective"):
             part.objective = objective  # type: ignore[assignment]
+            if objective.gathers and not Inputs(part).takes_all:
+                raise ObjectiveError(
+                    f"{type(part).__name__}.forward() must take **fields and pass them to "
+                    "objective.compare(), which needs more fields of the batch than the model"
+                )
         elif computes or objective.metrics or objective.passes:
             raise ObjectiveError(
                 f"{type(part).__name__} computes its loss itself (it has no attribute `objective`, "

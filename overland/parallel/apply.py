@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from overland.config.derived import Degrees
 from overland.config.schema import Compile, JobConfig
@@ -67,6 +68,7 @@ def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Mod
             parts = [build_undivided(architecture, config)]
             require_splittable(parts[0], architecture, mesh.degrees)
     for part in parts:
+        require_no_batch_norm(part, config, mesh.degrees)
         parallelize(part, plan_for(architecture), mesh, config)
     return parts
 
@@ -232,6 +234,31 @@ def require_no_hand_ties(model: nn.Module) -> None:
                 "has tie_word_embeddings = true), or let one module own the parameter and pass it "
                 "to the other"
             )
+
+
+def require_no_batch_norm(model: nn.Module, config: JobConfig, degrees: Degrees) -> None:
+    """Raises if a module normalizes over the rows of a pass, and a batch has others too."""
+    training, parallelism = config.training, config.parallelism
+    rows = training.global_batch_size
+    rows = training.local_batch_size * degrees.dp if rows == -1 else rows
+    is_piped = degrees.pp > 1
+    together = training.local_batch_size
+    together = parallelism.pipeline_parallel_microbatch_size if is_piped else together
+    if rows > together and (name := batch_norm(model)):
+        raise ModelError(
+            f"{type(model).__name__}: {name} normalizes over the {together} rows of a pass, and a "
+            f"batch has {rows}, so the split would change what is trained: use a norm of single "
+            "rows (layer, group or RMS norm), or one that is frozen (eval()), or train on one "
+            f"device with training.local_batch_size = {rows}"
+        )
+
+
+def batch_norm(model: nn.Module) -> str:
+    """Returns the first module that normalizes over the rows of a pass; empty if none does."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            return f"{name} ({type(module).__name__})"
+    return ""
 
 
 def can_replay(model: nn.Module, mesh: Mesh, config: JobConfig) -> bool:

@@ -89,8 +89,10 @@ def with_passes(run: Run, share: Batch) -> Batch:
     fields. Only the last stage of a pipeline needs and gets them. A reference is not trained, so
     these passes have no dropout and no noise."""
     objective = run.objective
-    if objective.gathers and run.mesh.degrees.pp == 1 and len(share) <= run.model.rows_per_pass:
-        return share  # all rows are in the one pass that follows
+    is_single = run.mesh.degrees.pp == 1 and len(share) <= run.model.rows_per_pass
+    objective.has_passes = bool(objective.passes) and not (objective.gathers and is_single)
+    if not objective.has_passes:
+        return share  # of rows that are compared, all are in the one pass that follows
     given = share if objective.gathers else share.without(*DRAWS)
     for field in objective.passes:
         reshard(run.model.parts)  # otherwise a gathered copy would hold stale values

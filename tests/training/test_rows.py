@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from overland.checks.fake_step import fake_steps
 from overland.config.schema import JobConfig
-from overland.errors import OverlandError
+from overland.errors import ModelError, OverlandError
 from overland.tools.proofs.layouts import parse
 from overland.tools.proofs.pool import RankPool
 from overland.world import World
@@ -30,7 +31,8 @@ def refusals(world: World, configs: list[JobConfig]) -> list[str]:
 
 
 def job(folder: Path, kind: str, layout: str = "shard1", rows: int = 4, **more: Any) -> JobConfig:
-    model = {"name": "interacting", "flavor": kind, "overrides": {}}
+    name = "features" if "compared" in kind else "interacting"
+    model = {"name": name, "flavor": kind, "overrides": {}}
     if kind == "centered":
         model, more["objective"] = {}, "centered"
     training = {"steps": 1, "local_batch_size": rows, **more}
@@ -38,7 +40,9 @@ def job(folder: Path, kind: str, layout: str = "shard1", rows: int = 4, **more: 
     return tiny_job(folder, model=model, training=training, parallelism=parallelism)
 
 
-KINDS = ("contrastive", "mean", "batch norm", "centered", "separate", "dropout", "counting")
+INTERACT = ("contrastive", "mean", "batch norm", "centered", "mixed", "mixed after dropout",
+            "mixed with noise", "inner", "once per pass")  # fmt: skip
+SEPARATE = ("separate", "dropout", "counting", "frozen norm", "noise", "narrow sum")
 
 
 @pytest.mark.parametrize("layout", ["shard1", "shard2"])
@@ -46,14 +50,43 @@ def test_rows_that_interact_are_refused_where_a_batch_is_split(
     ranks: RankPool, tmp_path: Path, layout: str
 ) -> None:
     """On one rank, by two passes."""
-    jobs = [job(tmp_path / kind, kind, layout) for kind in KINDS]
+    kinds = (*INTERACT, *SEPARATE) if layout == "shard1" else ("mixed", "mean", "dropout")
+    jobs = [job(tmp_path / kind, kind, layout) for kind in kinds]
     for found in ranks.run(parse(layout).num_ranks, refusals, jobs):
-        said = dict(zip(KINDS, found, strict=True))
-        assert "Network: the loss of 4 rows is" in said["contrastive"]
-        assert "Network: the loss of 4 rows is" in said["mean"]
-        assert "norm (BatchNorm1d) normalizes over the rows" in said["batch norm"]
-        assert "the objective Centered: the loss of 4 rows" in said["centered"]
-        assert not any(said[kind] for kind in ("separate", "dropout", "counting")), said
+        said = dict(zip(kinds, found, strict=True))
+        assert "Network: other rows of a pass change" in said["mixed"]
+        assert "Network: the loss of 2 rows is" in said["mean"]
+        if layout == "shard2":
+            assert not said["dropout"]
+            continue
+        assert "norm (BatchNorm1d) normalizes over the 4 rows" in said["batch norm"]
+        assert "the objective Centered: other rows of a pass" in said["centered"]
+        assert all(said[kind] for kind in INTERACT), said
+        assert not any(said[kind] for kind in SEPARATE), said
+
+
+def test_gradients_tell_in_bfloat16_too(ranks: RankPool, tmp_path: Path) -> None:
+    narrow = {"dtype": "float32", "mixed_precision_param": "bfloat16",
+              "mixed_precision_reduce": "float32"}  # fmt: skip
+    kinds = ("mixed", "separate", "dropout")
+    jobs = [job(tmp_path / kind, kind, **narrow) for kind in kinds]
+    (found,) = ranks.run(1, refusals, jobs)
+    assert [bool(one) for one in found] == [True, False, False], found
+
+
+def test_features_that_are_compared_belong_to_one_row(ranks: RankPool, tmp_path: Path) -> None:
+    """In one pass on each of two ranks, and in two passes on one."""
+    kinds = ("compared", "compared, mixed")
+    jobs = [job(tmp_path / kind, kind, "shard2") for kind in kinds]
+    for found in ranks.run(2, refusals, jobs):
+        assert not found[0]
+        assert "other rows of a pass change" in found[1]
+    kinds = (*kinds, "compared, without fields", "compared, narrow")
+    (found,) = ranks.run(1, refusals, [job(tmp_path / kind, kind) for kind in kinds])
+    assert not found[0]
+    assert "other rows of a pass change" in found[1]
+    assert "compare() was not given" in found[2]
+    assert "forward() must take **fields" in found[3]
 
 
 def test_one_row_per_rank_is_compared_with_itself(ranks: RankPool, tmp_path: Path) -> None:
@@ -76,4 +109,11 @@ def test_rows_of_a_pipelines_micro_batch_are_compared(ranks: RankPool, tmp_path:
     training = {"steps": 1, "objective": "centered"}
     config = tiny_job(tmp_path, training=training, parallelism=rows)
     for (found,) in ranks.run(2, refusals, [config]):
-        assert "the objective Centered: the loss of 2 rows" in found
+        assert "the objective Centered: other rows of a pass" in found
+
+
+def test_check_finds_batch_norm_and_takes_a_step_of_compared_rows(tmp_path: Path) -> None:
+    importlib.import_module("tests.training.interacting")
+    with pytest.raises(ModelError, match="normalizes over the 4 rows of a pass, and a batch has 8"):
+        fake_steps(job(tmp_path, "batch norm", "shard2"), world_size=2, device_type="cpu")
+    assert fake_steps(job(tmp_path, "compared"), world_size=1, device_type="cpu")
