@@ -222,7 +222,7 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
     validation = loaded.config.validation
     if not validation.enable:
         return
-    if not loaded.is_set("validation.enable"):
+    if loaded.config.data.holdout and not loaded.is_set("validation.enable"):
         message = (
             "validation is on, because data.holdout is set (validation.enable = false only holds "
             "out)"

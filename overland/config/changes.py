@@ -35,7 +35,7 @@ REFUSED = {
 FIXED = {
     "model": ("hf_assets_path",),
     "training": ("column", "subset", "split"),
-    "data": ("mixture", "holdout", "window_documents", "add_bos", "add_eos", "bad_documents"),
+    "data": ("mixture", "holdout", "window_documents", "add_bos", "add_eos"),
     "images": ("shape", "count", "pad"),
     "sft": (
         "shape", "chat_template", "template_options", "date", "learn", "too_long",
@@ -59,7 +59,8 @@ NOTED = {
         "warmup_steps", "warmup_ratio", "total_steps", "decay_ratio", "decay_type",
         "min_lr_factor", "min_lr",
     ),
-    "data": ("sources", "packing", "last_block", "document_mask", "group_by_length"),
+    "data": ("sources", "packing", "last_block", "document_mask", "group_by_length",
+             "bad_documents"),
     "lora": ("lr_ratio",),
     "preference": ("reference",),
     "validation": (
@@ -79,6 +80,8 @@ BY_THE_PLAN = {
 NO_MATTER = {"max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id",
              "pad_token_id"}  # fmt: skip
 OF_OPTIMIZER = ("optimizer.name", "model.freeze")  # a new optimizer fits any of these
+IN_PART = ("lora.base", "model.sparse")  # refused for some values, noted for others
+PATHS = ("checkpoint.initial_load_path", "lora.adapter", "validation.dataset_path")
 ARCHITECTURE = ("name", "flavor", "config", "overrides")
 WORDS = {
     "refused": "What would train another function than the checkpoint holds, or has no effect on "
@@ -103,16 +106,15 @@ class Change(NamedTuple):
 
 def rule_of(key: str) -> str:
     """Returns `refused`, `fixed`, `noted` or `free` for a key of the schema."""
-    section, _, name = key.partition(".")
     tables = {"refused": REFUSED, "fixed": FIXED, "noted": NOTED}
-    return next((rule for rule, table in tables.items() if name in table.get(section, ())), "free")
+    return next((rule for rule, table in tables.items() if _is_in(table, key)), "free")
 
 
 def refused_changes(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     architecture: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None),
-    skip_optimizer: bool = False,
+    objective: str = "next_token",
     base_is_known: bool = False,
 ) -> list[Change]:
     """Returns what a resumed run may not change, or only if `checkpoint.allow_changes` says so.
@@ -122,33 +124,37 @@ def refused_changes(
         after: That of the run.
         architecture: The model's config.json then and now, if it has one: what counts is what the
             keys of [model] come to.
-        skip_optimizer: Whether the run starts with a new optimizer.
+        objective: The model's own, which is what `training.objective = "auto"` comes to.
         base_is_known: Whether the checkpoint knows the frozen weights by their contents.
     """
-    found = []
-    for section, names in REFUSED.items():
-        old, new = before.get(section, {}), after.get(section, {})
-        for name in names:
-            if name not in old or name not in new or (section == "model" and name in ARCHITECTURE):
-                continue
-            if not _same(f"{section}.{name}", old[name], new[name]):
-                found.append(Change(f"{section}.{name}", old[name], new[name]))
-    waived = set(OF_OPTIMIZER) if skip_optimizer else set()
-    waived |= {"checkpoint.initial_load_path"} if base_is_known else set()
+    found = [
+        one
+        for one in _changes(REFUSED, before, after)
+        if not _same(one.key, one.before, one.after, objective)
+        and one.key not in {f"model.{name}" for name in ARCHITECTURE}
+        and not (base_is_known and one.key == "checkpoint.initial_load_path" and one.after)
+    ]
     model = _model_changes(before.get("model", {}), after.get("model", {}), *architecture)
-    return [*model, *(one for one in found if one.key not in waived)]
+    return [*model, *found]
 
 
 def noted_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Returns the other changes that a run reports; those of the data plan are in its words."""
-    return [
-        Change(f"{section}.{name}", before[section][name], after[section][name])
-        for section, names in NOTED.items()
-        for name in names
-        if name in before.get(section, {})
-        and name not in BY_THE_PLAN.get(section, ())
-        and before[section][name] != after[section][name]
+    in_part = [one for one in _changes(REFUSED, before, after) if one.key in IN_PART and one.before]
+    noted = [
+        one
+        for one in _changes(NOTED, before, after)
+        if not _is_in(BY_THE_PLAN, one.key)
+        and not (one.key in PATHS and same_place(one.before, one.after))
+        # Which of them auto is depends on the device, which `check` does not know.
+        and (one.key, one.after) != ("training.mixed_precision_param", "auto")
     ]
+    return noted + [one for one in in_part if _same(one.key, one.before, one.after)]
+
+
+def fixed_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Returns the changed keys that may be why a source is not what it was."""
+    return _changes(FIXED, before, after)
 
 
 def is_allowed(change: Change, allowed: Collection[str]) -> bool:
@@ -167,7 +173,8 @@ def refusal(path: Path, changes: Collection[Change]) -> str:
     return (
         f"{path} was trained with {changed}, and this config has {now}, which would train "
         f"something else or have no effect: set {'it' if len(changes) == 1 else 'them'} back, "
-        f"{way_out}, or set checkpoint.allow_changes = {keys} to continue with the change"
+        f"{way_out}, or, if the tensors of model and optimizer keep their shapes, set "
+        f"checkpoint.allow_changes = {keys} to continue with the change"
     )
 
 
@@ -200,12 +207,31 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def _same(key: str, old: Any, new: Any) -> bool:
+def _changes(
+    table: Mapping[str, Collection[str]], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[Change]:
+    """Returns the keys of a table that both configs have, with different values."""
+    return [
+        Change(f"{section}.{name}", before[section][name], after[section][name])
+        for section, names in table.items()
+        for name in names
+        if name in before.get(section, {})
+        and name in after.get(section, {})
+        and before[section][name] != after[section][name]
+    ]
+
+
+def _is_in(table: Mapping[str, Collection[str]], key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in table.get(section, ())
+
+
+def _same(key: str, old: Any, new: Any, objective: str = "") -> bool:
     """Whether two values of a key train the same."""
-    if key in ("checkpoint.initial_load_path", "lora.adapter"):
+    if key in PATHS:
         return same_place(old, new)
-    if key == "training.objective":  # auto is the model's own
-        return old == new or {old, new} in ({"auto", "next_token"}, {"auto", "per_sample"})
+    if key == "training.objective":
+        return {old, new} == {"auto", objective}
     if key == "lora.base":  # the others only round
         return (old == "nf4") == (new == "nf4")
     if key == "model.sparse":  # a dense run may become sparse

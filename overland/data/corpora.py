@@ -6,6 +6,7 @@ A streamed corpus is tokenized while it is read, ahead of training.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -185,8 +186,13 @@ def reopen_earlier(
         return None
     source = partial(open_wanted, config, training_table(config, name), name, wanted)
     found = find_corpus(streams_root(config), fingerprint)
-    for one in _policies(config, tokenizer) if found is None else ():
-        path = _lay_out(name, source(), one, config, vocab_size, expected=fingerprint)
+    tokenizers = _policies(config, tokenizer)
+    # Documents that were read are the same whether bad ones stop the run or are skipped.
+    policies = itertools.product(tokenizers, ("error", "skip")) if found is None else ()
+    for one, bad in policies:
+        data = config.data.model_copy(update={"bad_documents": bad})
+        asked = config.model_copy(update={"data": data})
+        path = _lay_out(name, source(), one, asked, vocab_size, expected=fingerprint)
         if path.name.endswith(fingerprint):
             found = path
             break
@@ -196,8 +202,8 @@ def reopen_earlier(
     if is_of_another_tokenizer(found, config, tokenizer):
         return None
     made_by = read_layout(found).tokenizer
-    tokenizers = [one for one in _policies(config, tokenizer) if one is not None]
-    tokenizer = next((one for one in tokenizers if one.fingerprint == made_by), None)
+    same = (one for one in tokenizers if one is not None and one.fingerprint == made_by)
+    tokenizer = next(same, None)
     return open_streamed(found, source, tokenizer, config, _processes(config) * preparer.tokenizes)
 
 

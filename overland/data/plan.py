@@ -134,11 +134,12 @@ def check_same_order(plan: Plan, seed: int, window_documents: int, mixture: str)
 
 
 def check_same_holdout(name: str, ours: float, theirs: float) -> None:
+    """Raises an error if a source holds out another share, or another number of documents."""
     if ours != theirs:
         raise DataError(
-            f"data.holdout is a share of {theirs!r} of {name}, but this run began with {ours!r}: "
-            "it would validate on documents that it was trained on; set it back, or start a new "
-            "run with --resume none"
+            f"data.holdout is {theirs!r} for {name}, but this run began with {ours!r}: it would "
+            "validate on documents that it was trained on; set it back, or start a new run with "
+            "--resume none"
         )
 
 

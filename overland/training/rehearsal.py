@@ -86,7 +86,7 @@ from overland.parallel.sharding import named_buffers, named_parameters
 from overland.run_folder import RunFolder
 from overland.training.readme import model_name
 from overland.training.resume import policy_of_the_resumed, shares_of_the_resumed
-from overland.training.state import check_changes, check_same_optimizer
+from overland.training.state import check_changes, check_same_optimizer, naming_keys
 from overland.training.vocabulary import new_rows_of
 from overland.words import any_of, counted_words
 
@@ -377,17 +377,19 @@ class Rehearsal:
             path = Path(settings.resume).expanduser()
             if path.exists():
                 with self.told("checkpoint.resume"):
-                    try_checkpoint(newest_in(path), config, self.given)
+                    self.note(try_checkpoint(newest_in(path), config, self.given))
         elif settings.enable and settings.resume == "auto" and own:
             with self.told("job.dump_folder"):
                 corpora_of(RunFolder.of(config).root)
-                for note in try_newest(own, config, self.given):
-                    self.problems.append(Problem(note, kind="note"))
+                self.note(try_newest(own, config, self.given))
         elif settings.initial_load_path is not None:
             path = Path(settings.initial_load_path).expanduser()
             if path.exists():
                 with self.told("checkpoint.initial_load_path"):
                     try_weights(path, config)
+
+    def note(self, notes: list[str]) -> None:
+        self.problems += [Problem(note, kind="note") for note in notes]
 
     def room(self) -> None:
         """Notes if the disk has too little space for the checkpoints."""
@@ -425,8 +427,8 @@ def try_newest(
     problems: list[CheckpointError] = []
     for path in reversed(checkpoints):
         try:
-            try_checkpoint(path, config, tokenizer)
-            return [f"{problem}; {path.name} will be resumed" for problem in problems]
+            notes = try_checkpoint(path, config, tokenizer)
+            return [f"{problem}; {path.name} will be resumed" for problem in problems] + notes
         except MismatchError:  # older ones do not fit either
             raise
         except CheckpointError as error:
@@ -434,7 +436,8 @@ def try_newest(
     raise problems[0]
 
 
-def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -> None:
+def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -> list[str]:
+    """Raises if a run could not resume the checkpoint; returns notes about changed settings."""
     if is_four_files(path):
         model, files = model_of(config), open_four_files(path)
         has = {name: tuple(lazy.shape) for name, lazy in files.tensors.items()}
@@ -442,9 +445,9 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
         kept = {} if config.checkpoint.skip_optimizer else state_shapes(model, config)
         needs = {MODEL + name: shape for name, shape in shapes_of(model).items()}
         compare(path, {**needs, **kept}, has)
-        return
+        return []
     with open_checkpoint(path) as checkpoint:
-        check_changes(path, checkpoint.run, config, model_config(config.model))
+        notes = check_changes(path, checkpoint.run, config, model_config(config.model))
         model = model_of(config)
         kept = {} if config.checkpoint.skip_optimizer else state_shapes(model, config)
         if not config.checkpoint.skip_optimizer:
@@ -464,20 +467,26 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
                 left_out = {MODEL + name for name in origin.names}
                 needs = {name: shape for name, shape in needs.items() if name not in left_out}
             compare(path, {**needs, **kept}, has)
-        plan = (checkpoint.run.get("data") or {}).get("plan")
+        facts = checkpoint.run
+    plan = (facts.get("data") or {}).get("plan")
     if plan is not None:
         saved = Plan.from_json(plan)
         check_still_there(saved, sources_of(config))
         if tokenizer is not None:
-            check_same_tokenizer(saved, config, tokenizer)
+            with naming_keys(facts, config):
+                check_same_tokenizer(saved, config, tokenizer)
+        share, before = config.data.holdout, ((facts.get("config") or {}).get("data") or {})
         for name, source in sources_of(config).items():
-            share = config.data.holdout  # a number is compared with what the run folder says
-            is_share = isinstance(share, float) or not share
-            if name in saved.sources and is_share and not registry.is_made(name, source):
+            if name not in saved.sources or registry.is_made(name, source):
+                continue
+            if isinstance(share, float) or not share:
                 check_same_holdout(name, saved.sources[name].holdout, float(share))
+            elif before.get("holdout", share) != share:  # of which share is not known yet
+                check_same_holdout(name, before["holdout"], share)
         check_same_order(
             saved, config.debug.seed, config.data.window_documents, config.data.mixture
         )
+    return notes
 
 
 def try_weights(path: Path, config: JobConfig) -> None:

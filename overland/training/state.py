@@ -13,7 +13,8 @@ import os
 import platform
 import random
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,19 +34,28 @@ from overland.checkpoint.read import (
     refuse_unused,
 )
 from overland.checkpoint.snapshot import LargestValues, tensors_in_words
-from overland.config.changes import Change, is_allowed, noted_changes, refusal, refused_changes
+from overland.config.changes import (
+    OF_OPTIMIZER,
+    fixed_changes,
+    is_allowed,
+    noted_changes,
+    refusal,
+    refused_changes,
+)
 from overland.config.schema import Debug, JobConfig, Optimizer
-from overland.data.plan import Plan, differences, former_names
-from overland.errors import CheckpointError, MismatchError
+from overland.data.plan import ChangedSource, Plan, differences, former_names
+from overland.errors import CheckpointError, DataError, MismatchError
 from overland.models.hf import load_hf
 from overland.models.registry import lacks_hf_form, own_model_name
 from overland.models.sparse import is_mask, renew_masks
+from overland.objectives.registry import AUTO, objective_name
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import same_state
 from overland.parallel.comm import all_of, from_first_rank
 from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
 from overland.training.schedule import learning_rate
 from overland.training.vocabulary import new_rows_of
+from overland.words import any_of
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -162,7 +172,7 @@ def position_in_epoch(run: Run) -> dict[str, int] | None:
 def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
     """Restores the run from a checkpoint; returns notes for the user."""
     with open_together(path, run.store.group, run.beat.pulse.moved) as checkpoint:
-        allowed = check_changes(path, checkpoint.run, run.config, run.model_config)
+        changed = check_changes(path, checkpoint.run, run.config, run.model_config)
         with run.optimizer.whole():
             notes = load_tensors(run, checkpoint, skip_optimizer)
             check_finite(run, path, skip_optimizer)
@@ -174,28 +184,45 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
         if run.guard is not None:
             run.guard.restore(facts.get("spike_guard") or [])
         _restore_random(run, checkpoint)
-        changed = [*allowed, *noted_changes(run.resumed_config, run.config.model_dump(mode="json"))]
-        notes += [f"{one} when the checkpoint was saved" for one in changed]
+        notes += changed
         return [*notes, *_find_place_in_data(run, facts)]
 
 
 def check_changes(
     path: Path, facts: Mapping[str, Any], config: JobConfig, architecture: Any
-) -> list[Change]:
-    """Raises if the config would train another function than the checkpoint holds; returns the
-    changes that `checkpoint.allow_changes` allows."""
+) -> list[str]:
+    """Raises if the config would train another function than the checkpoint holds; returns notes
+    about the changes that are allowed."""
     ours = None if lacks_hf_form(architecture) else architecture.to_hf()
+    before, after = facts.get("config") or {}, config.model_dump(mode="json")
+    auto = config.training.model_copy(update={"objective": AUTO})
     found = refused_changes(
-        facts.get("config") or {},
-        config.model_dump(mode="json"),
+        before,
+        after,
         (facts.get("model_config"), ours),
-        skip_optimizer=config.checkpoint.skip_optimizer,
+        objective=objective_name(auto, architecture),
         base_is_known=bool(facts.get(LEFT_OUT)),
     )
-    allowed = config.checkpoint.allow_changes
+    allowed = [*config.checkpoint.allow_changes]
+    allowed += OF_OPTIMIZER if config.checkpoint.skip_optimizer else ()
     if refused := [one for one in found if not is_allowed(one, allowed)]:
         raise MismatchError(refusal(path, refused))
-    return found
+    changed = [*found, *noted_changes(before, after)]
+    return [f"{one} when the checkpoint was saved" for one in changed]
+
+
+@contextmanager
+def naming_keys(facts: Mapping[str, Any], config: JobConfig) -> Iterator[None]:
+    """Names the changed keys that may be why a source is not what the run was trained on."""
+    try:
+        yield
+    except ChangedSource as error:
+        changes = fixed_changes(facts.get("config") or {}, config.model_dump(mode="json"))
+        unnamed = [one for one in changes if one.key not in str(error)]
+        if not unnamed:
+            raise
+        keys = any_of([str(one) for one in unnamed], "and")
+        raise DataError(f"{error}. Changed since the checkpoint was saved: {keys}") from None
 
 
 def check_same_start(run: Run, facts: Mapping[str, Any], path: Path) -> None:
@@ -337,7 +364,8 @@ def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
         where = f"continues with its batch {batch + 1:,}" if batch else "is read from its beginning"
         return [f"the checkpoint does not record which data it has seen: the data {where}"]
     plan, asked = Plan.from_json(before), run.dataset.plan
-    run.dataset = run.dataset.continued(before, run.progress.batch)
+    with naming_keys(facts, run.config):
+        run.dataset = run.dataset.continued(before, run.progress.batch)
     former = former_names(plan, asked)
     notes = [
         f"{name} is the source that this run knows as {known}" for name, known in former.items()

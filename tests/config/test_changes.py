@@ -75,11 +75,35 @@ def test_every_key_is_treated_as_the_table_says() -> None:
         refused = [change.key for change in refused_changes(before, after)]
         noted = [change.key for change in noted_changes(before, after)]
         by_the_plan = name in BY_THE_PLAN.get(section, ())
-        # A dense run may become sparse, auto may be spelled out, and only nf4 does more than round.
-        is_free = key in ("model.sparse", "training.objective", "lora.base")
+        # A dense run may become sparse, and only nf4 does more than round.
+        is_free = key in ("model.sparse", "lora.base")
         rule = rule_of(key)
         assert refused == ([key] if rule == "refused" and not is_free else []), key
-        assert noted == ([key] if rule == "noted" and not by_the_plan else []), key
+        is_noted = (rule == "noted" and not by_the_plan) or key == "lora.base"
+        assert noted == ([key] if is_noted else []), key
+
+
+def test_some_values_of_a_refused_key_are_the_same_or_noted() -> None:
+    def told(key: str, old: Any, new: Any, **more: Any) -> tuple[int, int]:
+        section, _, name = key.partition(".")
+        both = ({section: {name: old}}, {section: {name: new}})
+        return len(refused_changes(*both, **more)), len(noted_changes(*both))
+
+    assert told("training.objective", "auto", "next_token") == (0, 0)
+    assert told("training.objective", "per_sample", "auto", objective="per_sample") == (0, 0)
+    assert told("training.objective", "auto", "per_sample") == (1, 0)
+    assert told("training.objective", "auto", "next_token", objective="clip") == (1, 0)
+    sparse = {"pattern": "2:4", "refresh": 1}
+    assert told("model.sparse", sparse, {**sparse, "refresh": 2}) == (0, 1)
+    assert told("model.sparse", sparse, {**sparse, "pattern": "1:4"}) == (1, 0)
+    assert told("model.sparse", sparse, None) == (1, 0)
+    assert told("lora.base", "float32", "bfloat16") == (0, 1)
+    assert told("lora.base", "float32", "nf4") == (1, 0)
+    weights = "checkpoint.initial_load_path"
+    assert told(weights, "a", "b", base_is_known=True) == (0, 0)  # by their contents
+    assert told(weights, "a", None, base_is_known=True) == (1, 0)
+    assert told("validation.dataset_path", "held", "/data/held") == (0, 0)
+    assert told("training.mixed_precision_param", "bfloat16", "auto") == (0, 0)
 
 
 def test_what_the_keys_of_a_model_come_to_is_compared() -> None:

@@ -252,9 +252,11 @@ def test_state_that_an_optimizer_cannot_resume_is_found(ranks: RankPool, tmp_pat
         assert key in said
         assert "--skip-optimizer" in said
         assert key in rehearsed(config)
-    for config in (lion, thawed):
+    for config, key in ((lion, "optimizer.name"), (thawed, "model.freeze")):
         config.checkpoint.skip_optimizer = True
-        assert rehearsed(config) == ""
+        notes = require_start(Loaded(config, [], "run.toml"))
+        assert {one.kind for one in notes} == {"note"}
+        assert any(f"{key} is" in one.message for one in notes)
 
 
 def test_another_tokenizer_is_refused_on_resume(ranks: RankPool, tmp_path: Path) -> None:
@@ -284,6 +286,38 @@ def test_another_tokenizer_is_refused_on_resume(ranks: RankPool, tmp_path: Path)
         assert "plan.json is damaged: it contains no data plan" in rehearsed(configs[2])
     ((says,),) = ranks.run(1, outcomes, [job(3, "words")])
     assert "plan.json is damaged: it contains no data plan" in says
+
+
+def test_a_changed_key_of_the_data_is_named_by_check_as_by_train(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    tokenizer_in(tmp_path / "words")
+    write_lines(tmp_path / "lines", 1)
+
+    def job(**data: object) -> JobConfig:
+        return tiny_job(
+            tmp_path / "run",
+            model={"hf_assets_path": str(tmp_path / "words")},
+            training={**TRAIN, "steps": 1 + bool(data), "dataset_path": str(tmp_path / "lines")},
+            data={"folder": str(tmp_path / "data"), "tokenise_processes": 0, **data},
+            checkpoint={"enable": True},
+        )
+
+    elsewhere = str(tmp_path / "empty")
+    refused = [job(add_eos=False), job(holdout=2)]
+    configs = [job(), *refused, job(add_eos=False, cache_folder=elsewhere)]
+    ((began, no_eos, held, far),) = ranks.run(1, outcomes, configs)
+    assert began == ""
+    for config, key, said in zip(
+        refused, ("data.add_eos", "data.holdout"), (no_eos, held), strict=True
+    ):
+        assert f"{key} is" in said
+        assert f"{key} is" in rehearsed(config)
+    assert "data.add_eos is false; it was null" in far
+    # What was read stays the same, so this may change, even if it is tokenized again.
+    skips = job(bad_documents="skip", cache_folder=elsewhere)
+    assert "data.bad_documents is" in str(require_start(Loaded(skips, [], "run.toml")))
+    assert ranks.run(1, outcomes, [skips]) == [[""]]
 
 
 def test_a_built_corpus_brings_the_tokenizer_for_validation(tmp_path: Path) -> None:
@@ -398,9 +432,10 @@ def test_the_newest_checkpoint_is_the_one_that_is_named(
 ) -> None:
     damaged = {"step_2", "step_3"}
 
-    def tried(path: Path, *_: object) -> None:
+    def tried(path: Path, *_: object) -> list[str]:
         if path.name in damaged:
             raise CheckpointError(f"{path.name} is damaged")
+        return []
 
     monkeypatch.setattr("overland.training.rehearsal.try_checkpoint", tried)
     config, paths = tiny_job(tmp_path), [tmp_path / f"step_{i}" for i in (1, 2, 3)]

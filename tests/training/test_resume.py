@@ -711,6 +711,9 @@ def test_frozen_weights_may_move_but_not_change(ranks: RankPool, tmp_path: Path)
 
     ranks.run(1, story, adapted(base))
     assert ranks.run(1, start, adapted(Path(shutil.copytree(base, tmp_path / "moved"))))[0][0] == 2
+    without = adapted(base)
+    without.checkpoint.initial_load_path = None
+    assert "checkpoint.initial_load_path" in ranks.run(1, refusal, without)[0]
     with safe_open(base / "model.safetensors", "pt") as file:
         tensors = {name: 2 * file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     other = Path(shutil.copytree(base, tmp_path / "other"))
