@@ -101,7 +101,18 @@ class Change(NamedTuple):
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key} is {show_value(self.after)}; it was {show_value(self.before)}"
+        key, before, after = self.inner()
+        return f"{key} is {show_value(after)}; it was {show_value(before)}"
+
+    def inner(self) -> Change:
+        """Returns the change inside of a table, if it is a single one: long tables look alike."""
+        if isinstance(self.before, Mapping) and isinstance(self.after, Mapping):
+            old, new = self.before, self.after
+            names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+            if len(names) == 1:
+                (name,) = names
+                return Change(f"{self.key}.{name}", old.get(name), new.get(name)).inner()
+        return self
 
 
 def rule_of(key: str) -> str:
@@ -164,8 +175,9 @@ def is_allowed(change: Change, allowed: Collection[str]) -> bool:
 
 def refusal(path: Path, changes: Collection[Change]) -> str:
     """Returns a sentence that names the keys, and the ways out."""
-    changed = any_of([f"{one.key} = {show_value(one.before)}" for one in changes], "and")
-    now = any_of([show_value(one.after) for one in changes], "and")
+    shown = [one.inner() for one in changes]
+    changed = any_of([f"{one.key} = {show_value(one.before)}" for one in shown], "and")
+    now = any_of([show_value(one.after) for one in shown], "and")
     keys = json.dumps([one.key for one in changes])
     way_out = "start a new run with `--resume none`"
     if all(one.key in OF_OPTIMIZER for one in changes):

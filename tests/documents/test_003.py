@@ -129,6 +129,9 @@ def test_a_loader_of_ones_own_and_the_slt_package(folder: Path) -> None:
     assert "open_source" not in said
     record = read_metrics(folder / "checkpoints/run5/metrics.jsonl")[-1]
     assert record["train/sparsity"] == 0.75
+    line = f"python train.py {flags} --enable_slt --train_steps=3 {SMALL}"
+    without = typed(line, folder, code=2, NGPU="1")  # other masks, since slt cannot be imported
+    assert 'model.sparse.method = "slt", and this config has "magnitude"' in without
     plan = json.loads((folder / "checkpoints/run5/data/plan.json").read_text())
     assert list(plan["corpora"]) == ["arxiv_papers"]
 
@@ -183,10 +186,13 @@ import train
 for words in (
     "--output_dir=ck/run1", "--output_dir=ck --run_name=run1", "--output_dir=ck/run1 --run_name=b",
     "--output_dir=ck/twice --run_name=twice", "--output_dir=ck/twice", "--output_dir=ck/older",
+    "--output_dir=ck/dense --enable_slt", "--output_dir=ck/sparse --enable_slt",
+    "--output_dir=ck/sparse --enable_slt --resume_dir=ck/dense/step_1",
 ):
     known = train.flags().parse_args(["--data_dir=d", "--config=c", *words.split()])
     keys = dict(one.split("=") for one in train.settings(known))
-    print(keys["job.dump_folder"].partition("/ck/")[2], keys["checkpoint.folder"])
+    allowed = keys.get("checkpoint.allow_changes", keys["checkpoint.folder"])
+    print(keys["job.dump_folder"].partition("/ck/")[2], allowed)
 """
 
 
@@ -194,9 +200,17 @@ def test_a_run_is_where_its_name_says_and_never_takes_anothers_checkpoints(folde
     for path in ("twice/twice/step_1", "older/older/step_1"):
         (folder / "ck" / path).mkdir(parents=True)
     (folder / "ck/twice/twice/config.toml").touch()  # a run of its own, named like its parent
+    for name, sparse in (("dense", None), ("sparse", {"method": "slt"})):
+        step = folder / "ck" / name / "step_1"
+        step.mkdir(parents=True)
+        (step / "COMMITTED").touch()
+        (step / "index.json").write_text(
+            json.dumps({"run": {"config": {"model": {"sparse": sparse}}}})
+        )
     (folder / "places.py").write_text(PLACES)
     said = typed("python places.py", folder, NGPU="1").splitlines()
     found = [line for line in said if line.count(" ") == 1]
     assert found == [
         "run1 .", "run1 .", "run1/b .", "twice/twice .", "twice .", "older older",
+        'dense ["model.sparse"]', "sparse .", 'sparse ["model.sparse"]',
     ]  # fmt: skip

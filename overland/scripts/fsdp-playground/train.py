@@ -4,13 +4,16 @@ Settings without a flag may follow as section.key=value: train.py … optimizer.
 """
 
 import argparse
+import json
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 import datas
 
+from overland.checkpoint.folder import newest_in
 from overland.cli.main import app
 from overland.config.arguments import ngpu
 from overland.world.devices import num_local_ranks
@@ -99,12 +102,23 @@ def settings(given: argparse.Namespace) -> list[str]:
     if given.enable_slt:
         found["model.sparse.pattern"] = "2:4"
         found["model.sparse.method"] = "slt" if find_spec("slt") else None
-        found["checkpoint.allow_changes"] = '["model.sparse"]'  # also from a dense checkpoint
+        if is_dense(newest_in(Path(given.resume_dir or output_dir))):
+            found["checkpoint.allow_changes"] = '["model.sparse"]'
     if given.eval_every:
         c4 = given.c4_dir or os.path.join(given.local_cache_dir, "c4_validation")
         found |= {"validation.enable": "true", "validation.sets.c4.path": c4,
                   "validation.sets.c4.freq": given.eval_every}  # fmt: skip
     return [f"{key}={value}" for key, value in found.items() if value is not None]
+
+
+def is_dense(checkpoint: Path) -> bool:
+    """Whether this is a checkpoint without masks, which then follow from its weights. Other changes
+    of the masks are refused: `slt` may be missing from PYTHONPATH."""
+    try:
+        run = json.loads((checkpoint / "index.json").read_bytes())["run"]
+        return run["config"]["model"]["sparse"] is None
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or the trainer says why
+        return False
 
 
 def rows_per_pass(total: int, most: int) -> int:
