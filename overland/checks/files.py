@@ -22,6 +22,10 @@ RECIPE = "recipe "  # what the place of a key begins with if a packaged recipe s
 FETCH = re.compile(r"^\s*#.*\boverland fetch (.+?) --to ([^\s`]+)", flags=re.MULTILINE)
 # torchtitan's names for parts of C4, and the files they stand for.
 C4 = {"c4": "train", "c4_test": "validation", "c4_validation": "validation"}
+NAMES_THERE = {
+    "full": " (frontier-torchtitan's name of a mixture, which the recipe llama3_8b_frontier has)",
+    **dict.fromkeys(C4, " (torchtitan's name for a public dataset)"),
+}
 
 
 def check_paths(loaded: Loaded) -> Iterator[Problem]:
@@ -307,10 +311,9 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
         return
     folder = f"{data.folder}/{name}"
     way_out = _commented_fetch(where, folder) or fetch_line(name, folder)
-    torchtitan = " (torchtitan's name for a public dataset)" if name in C4 else ""
     message = (
-        f"not on this machine{torchtitan}; {way_out}, or set data.datasets.{name} or {path_key} to "
-        "a folder"
+        f"not on this machine{NAMES_THERE.get(name, '')}; {way_out}, or set "
+        f"data.datasets.{name} or {path_key} to a folder"
     )
     yield Problem(message, where, key, name, kind="missing", can_be_fetched=True)
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from overland.checks import load_checked
 from overland.cli.main import app
 from overland.config.derived import resolve_degrees
 from overland.config.load import load_config, recipe_path
@@ -214,6 +215,13 @@ def test_download_tokenizer_brings_it_where_the_configs_look(hub: Hub, tmp_path:
     for config in ("llama3_8b_n64.toml", *(f"train_configs/{one}.toml" for one in RECIPES)):
         place = load_config(str(tmp_path / config), env={}).config.model.hf_assets_path
         assert tmp_path / (place or "") == folder
+
+
+def test_the_name_of_the_documents_mixture_leads_to_the_recipe_that_has_it() -> None:
+    config = str(HERE / "llama3_8b_n64.toml")
+    _, problems = load_checked(config, [], world_size=512, waive={"machine", "missing"})
+    (said,) = (one.message for one in problems if one.key == "training.dataset")
+    assert "the recipe llama3_8b_frontier has" in said
 
 
 # Jobs
