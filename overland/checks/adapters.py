@@ -27,6 +27,8 @@ def check_adapter(loaded: Loaded) -> Iterator[Problem]:
     if not Path(folder).is_dir():
         yield Problem("no such folder", loaded.where(key), key, folder, kind="missing")
         return
+    if loaded.config.model.from_ is not None:
+        return  # loading reports what is wrong with it
     if loaded.config.checkpoint.initial_load_path is None:
         message = "adapters need the base model that they were trained with; set model.from"
         yield Problem(message, loaded.where(key), key, folder)
@@ -76,7 +78,7 @@ def _damaged(loaded: Loaded, adapters: Mapping[str, Lazy]) -> Iterator[Problem]:
     where, folder = loaded.where(key), loaded.config.lora.adapter
     for name, lazy in adapters.items():
         try:
-            if lazy.load().isfinite().all():
+            if lazy.load().float().isfinite().all():
                 continue
             message = f"{name} holds NaN or infinity: use another adapter, or an earlier save of it"
         except (CheckpointError, OSError) as error:

@@ -292,6 +292,14 @@ def values(value: float) -> Any:
     return change
 
 
+def large(folder: Path) -> None:
+    """Finite, but not in float32."""
+    tensors = adapters(folder)
+    name = next(iter(tensors))
+    tensors[name] = torch.full_like(tensors[name], 1e300, dtype=torch.float64)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
 def huge_alpha(folder: Path) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 1e30}))
@@ -303,6 +311,7 @@ def huge_alpha(folder: Path) -> None:
         (shutil.rmtree, "no such folder"),
         (values(torch.nan), "lora_A.weight holds NaN or infinity"),
         (values(torch.inf), "lora_A.weight holds NaN or infinity"),
+        (large, "lora_A.weight holds NaN or infinity"),
         (huge_alpha, "lora_alpha = 1e\\+30 is more than 1,000,000"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
         (other_kind, "peft_type = 'IA3'; only LORA is supported"),
@@ -318,6 +327,14 @@ def test_check_refuses_an_adapter_that_does_not_fit(
     change(adapter)
     with pytest.raises(ConfigError, match=sentence) as raised:
         load_checked(config_file(tmp_path, adapter), [], world_size=1)
+    assert len(raised.value.problems) == 1
+
+
+def test_a_base_model_without_a_tokenizer_is_one_problem(tmp_path: Path) -> None:
+    path, adapter = tmp_path / "run.toml", FOLDER / "adapters" / "lora"
+    path.write_text(f'[model]\nfrom = "{BASE}"\n[lora]\nadapter = "{adapter}"\n')
+    with pytest.raises(ConfigError, match="has no tokenizer") as raised:
+        load_checked(str(path), [], world_size=1)
     assert len(raised.value.problems) == 1
 
 
