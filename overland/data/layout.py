@@ -38,6 +38,9 @@ from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError, Unsettled
 from overland.files import new_file, publish, sync
 
+# Part of every fingerprint, from which the order of a run follows. Shards hold the same documents
+# in every format, so a new format does not change it.
+CONTENT = 1
 SHARD_DOCUMENTS = 4096
 SHARD_BYTES = 64 << 20  # of text: 15 M tokens, which take one core about ten seconds
 DOCUMENT_BYTES = 4096  # a web page; used if the number of documents in a file is unknown
@@ -143,7 +146,7 @@ def _under(source: Source, rules: int) -> Iterator[None]:
 
 def _ask(name: str, source: Source, policy: dict[str, Any], shard_documents: int) -> _Asked:
     chunks = list_chunks(source)
-    about = [FORMAT, shard.FORMAT, shard_documents, SHARD_BYTES, policy]
+    about = [FORMAT, CONTENT, shard_documents, SHARD_BYTES, policy]
     described = [
         type(source).__name__, getattr(source, "format", None), getattr(source, "column", None),
         getattr(source, "dtype", None),

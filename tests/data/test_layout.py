@@ -111,6 +111,14 @@ def test_whatever_decides_the_tokens_is_in_the_fingerprint(
     assert len(folders) == 4
 
 
+def test_the_fingerprint_is_that_of_every_version(tmp_path: Path) -> None:
+    """The order of a run follows from it: one that was begun earlier finds its data again, even if
+    its shards have to be made again, in another format."""
+    source = RandomTokens(100, 5000, 4)
+    folder = lay_out("a", source, None, tmp_path, shard_documents=1500, vocab_size=100)
+    assert folder.name == "a-81a31976784fbd7e"
+
+
 def test_two_sources_of_ones_own_with_the_same_list_stay_apart(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
