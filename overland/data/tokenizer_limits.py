@@ -3,13 +3,14 @@
 A file of a few hundred bytes can turn a page into gigabytes, which ends the process without a word,
 and an expression such as (a+)+b makes the library panic, with a page of its own stack. Python's
 parser of expressions, which has no public name, is close enough to the library's to measure them;
-what it cannot read is left to the library.
+what it cannot read is left to the library, except for expressions that call themselves.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +27,13 @@ MANY = 1000  # repeats, as good as endless
 MOST_ADDED = 10_000  # tokens that a post-processor adds to a text
 TRANSPARENT = ("SUBPATTERN", "BRANCH", "MAX_REPEAT", "MIN_REPEAT")
 _UNICODE = re.compile(r"\\[pP](\{[^}]*\}|.)")
+_CALL = re.compile(r"\\g[<']")  # `(?<x>a\g<x>*)*b` never ended: the library counts no calls
 
 
 def check_rules(rules: Mapping[str, Any], path: Path) -> None:
     for pattern in _patterns({name: one for name, one in rules.items() if name != "model"}):
-        if (tree := _parsed(pattern)) is not None and _is_endless(tree):
+        tree = _parsed(pattern)
+        if _CALL.search(pattern) or (tree is not None and _is_endless(tree)):
             raise DataError(
                 f"{path} cannot be used: its expression {pattern!r:.80} repeats what is repeated "
                 "already, and could take forever to match"
@@ -45,6 +48,10 @@ def check_rules(rules: Mapping[str, Any], path: Path) -> None:
                 f"{path} cannot be used: its {part} makes a text up to {grows:,.0f} times as long, "
                 f"and {MOST_GROWTH:.0f} is the limit"
             )
+    if (copies := _copies(rules.get("post_processor"))) > 1:
+        raise DataError(
+            f"{path} cannot be used: its post_processor writes every text {copies:,} times"
+        )
     if (added := _added(rules.get("post_processor"))) > MOST_ADDED:
         raise DataError(
             f"{path} cannot be used: its post_processor adds {added:,} tokens to every text"
@@ -180,6 +187,16 @@ def _longest(charsmap: str | None) -> int:
         return 0
     texts = data[4 + int.from_bytes(data[:4], "little") :]
     return max((len(one.decode(errors="replace")) for one in texts.split(b"\0")), default=0)
+
+
+def _copies(rule: Any) -> int:
+    """Returns how many times a post-processor writes a text; 0 if it is of a kind that cannot."""
+    try:
+        if rule["type"] == "Sequence":
+            return math.prod(max(1, _copies(one)) for one in rule["processors"])
+        return sum("Sequence" in one for one in rule["single"])
+    except (TypeError, KeyError, AttributeError, RecursionError):
+        return 0
 
 
 def _added(rule: Any) -> int:

@@ -185,6 +185,7 @@ def sequence(*rules: dict[str, Any]) -> dict[str, Any]:
 SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
 CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + b"trie" + b"x" * 1000 + b"\0").decode()
 X = {"SpecialToken": {"id": "X", "type_id": 0}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 TEMPLATE = {
     "type": "TemplateProcessing", "single": [X] * 200, "pair": [],
     "special_tokens": {"X": {"id": "X", "ids": [0] * 200, "tokens": ["a"] * 200}},
@@ -201,7 +202,9 @@ TEMPLATE = {
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "1,000 times"),
         ({"decoder": replace({"String": "a"}, "a" * 10**5)}, "its decoder"),
         ({"post_processor": TEMPLATE}, "adds 40,000 tokens"),
+        ({"post_processor": {**TEMPLATE, "single": [TEXT] * 3}}, "writes every text 3 times"),
         ({"pre_tokenizer": SLOW}, "could take forever to match"),
+        ({"normalizer": replace({"Regex": r"(?<x>a\g<x>*)*b"}, "")}, "could take forever"),
         ({"normalizer": replace({"Regex": "((?:a*)?)+b"}, "")}, "could take forever to match"),
     ],
 )
