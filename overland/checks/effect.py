@@ -18,7 +18,7 @@ from overland.config.errors import NO_VALUE, Problem
 from overland.config.fields import all_keys
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
-from overland.data.registry import sources_of
+from overland.data.registry import is_made, sources_of
 from overland.errors import OverlandError
 from overland.models.flops import sample_fields
 from overland.models.registry import model_config
@@ -86,6 +86,11 @@ RULES = [
         lambda c: c.model.hf_assets_path is not None,
         "model.hf_assets_path names a tokenizer, so none is trained",
         ("model.hf_assets_path", "model.from"),
+    ),
+    Rule(
+        ("data.holdout",),
+        lambda c: bool(c.data.holdout) and all(is_made(*one) for one in sources_of(c).items()),
+        "random tokens and images that are drawn have no documents to hold out",
     ),
     Rule(
         ("data.last_block",),

@@ -223,6 +223,8 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
+    from overland.data.registry import validates_on_holdout
+
     validation = loaded.config.validation
     if not validation.enable:
         return
@@ -230,6 +232,13 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         message = (
             "validation is on, because data.holdout is set (validation.enable = false only holds "
             "out)"
+        )
+        yield Problem(message, loaded.where("data.holdout"), kind="note")
+    if loaded.config.data.holdout and not validates_on_holdout(loaded.config):
+        key = "dataset_path" if validation.dataset_path is not None else "dataset"
+        message = (
+            "documents are held out of training (data.holdout), but nothing measures the loss on "
+            f"them, since validation.{key} names other data: remove one of the two"
         )
         yield Problem(message, loaded.where("data.holdout"), kind="note")
     yield from _read_at_all(loaded, "validation", validation)

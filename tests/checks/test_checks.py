@@ -157,6 +157,8 @@ def test_the_check_of_degrees_agrees_with_the_mesh(stage: str | None) -> None:
         (["validation.enable=true", "validation.steps=2", "validation.sequences=9"],
          "validation.sequences = 9: validation.steps is set too"),
         (["data.holdout=0.1"], "validation is on, because data.holdout is set"),
+        (["data.holdout=0.1", "validation.enable=true", "validation.dataset=stdlib_heldout"],
+         "nothing measures the loss on them, since validation.dataset names other data"),
         (["validation.enable=true", "validation.sets.x.dataset=stdlib_heldout",
           "validation.sets.x.path=."], "either a path or a named dataset, not both"),
         (["validation.enable=true", "validation.sets.x.dataset=stdlib_heldout",

@@ -71,6 +71,8 @@ def joined(texts: Iterable[str]) -> str:
 def check_joinable(where: object, column: str | None, kind: Kind | None) -> None:
     if kind == "tokens":
         raise DataError(f"{where}: {column} has token ids, and only text can be joined")
+    if column is not None and EACH in column:
+        raise DataError(f"{where}: {column} joins one list, but not another: write {JOINED} twice")
 
 
 def choose_column(

@@ -244,6 +244,15 @@ def test_nested_text_of_json_lines(tmp_path: Path) -> None:
     assert read_all(open_source(tmp_path, column="meta.lead", skip_bad=True)) == ["in"]
 
 
+def test_two_lists_are_not_joined_where_only_one_is_meant(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": [{"b": [{"c": "1"}, {"c": "2"}]}, {"b": [{"c": "3"}]}]}\n')
+    assert read_all(open_source(path, column="a[+].b[+].c")) == ["\n\n1\n\n2\n\n3"]
+    for column in ("a[].b[+].c", "a[+].b[].c"):
+        with pytest.raises(DataError, match="joins one list, but not another"):
+            open_source(path, column=column)
+
+
 def test_ids_that_are_none_are_bad_documents(tmp_path: Path) -> None:
     rows = ["[1, 2]", "[3, -4]", f"[{1 << 63}]", f"[{1 << 80}]", "[5]"]
     (tmp_path / "a.jsonl").write_text("".join(f'{{"input_ids": {row}}}\n' for row in rows))
