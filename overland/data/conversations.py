@@ -37,6 +37,7 @@ WORDS: dict[Shape, str] = {
 TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat")
 QUESTIONS = ("instruction", "prompt", "question", "query")
 ANSWERS = ("output", "completion", "response", "answer")
+BRACKETS = set("<|>[]")
 NO_TOOLS = ("", "[]", "null")  # as JSON text
 HEAVIEST = 1_000_000  # largest weight; sums stay exact in the type that stores them
 FLAGS = ("weight", "train")  # of a turn: its loss weight, or whether to train on it
@@ -238,6 +239,13 @@ def renamed_roles(records: Sequence[Record], columns: Columns) -> dict[str, str]
     return {theirs: ours for theirs, ours in found.items() if theirs != ours}
 
 
+def unlearned_roles(records: Sequence[Record], columns: Columns) -> list[str]:
+    """Returns the roles that would be the assistant's if they were renamed as in ShareGPT."""
+    roles = dict.fromkeys(str(turn.get("role")) for turn in _all_turns(records, columns))
+    known = [role for role in roles if SPEAKERS.get(role.lower()) == ASSISTANT]
+    return [] if columns.shape == "sharegpt" else [role for role in known if role != ASSISTANT]
+
+
 def has_parts(records: Sequence[Record], columns: Columns) -> bool:
     """Whether some content is a list of parts."""
     return any(isinstance(turn.get("content"), list) for turn in _all_turns(records, columns))
@@ -428,8 +436,9 @@ def _turn(item: Any, number: int, renames: bool) -> dict[str, Any]:
         if turn.get(ours) is None and turn.get(theirs) is not None:
             turn[ours] = turn.pop(theirs)
     speaker = turn.get("role")
-    if not isinstance(speaker, str) or not speaker:
-        raise ChatError(f"turn {number} has no valid role; expected a string, such as 'user'")
+    # A template may put brackets around a role, which makes a special token of it.
+    if not isinstance(speaker, str) or not speaker or set(speaker) & BRACKETS:
+        raise ChatError(f"turn {number} has no valid role; expected a word, such as 'user'")
     turn["role"] = SPEAKERS.get(speaker.lower(), speaker) if renames else speaker
     if turn.get("content") is None:
         if turn.get("tool_calls") is None:

@@ -39,6 +39,7 @@ from overland.data.conversations import (
     prompts_are,
     recognize,
     renamed_roles,
+    unlearned_roles,
 )
 from overland.data.preference import PairWriter
 from overland.data.rows import ANSWERS
@@ -77,6 +78,7 @@ class ConversationSource(FileSource):
         """`first`: some of the records."""
         self.records, self.shape, self.writer, self.pairs = records, shape, writer, pairs
         self.further, self.renamed = further_keys(first, shape), renamed_roles(first, shape)
+        self.unlearned = unlearned_roles(first, shape)
         self.has_parts = has_parts(first, shape)
         self.prompts = prompts_are(first, shape) if pairs is not None else ""
         super().__init__(records.root, records.files, records.skip_bad)
@@ -153,12 +155,13 @@ class ConversationSource(FileSource):
         """Describes how the conversations are written, and how the text to learn is found."""
         template, learn = self.writer.template, self.writer.learn
         learned = f"{LEARNED[learn]} (sft.learn)"
-        if template is None or self.shape.shape in ("text", "completion"):
+        if template is None or self.shape.shape in ("text", "completion", "preference"):
             plain = learn == "all" or self.shape.shape == "text"
+            answers = "answers" if self.shape.shape == "preference" else "completions"
             written = "" if self.shape.shape == "text" else ", with texts unchanged"
             if template is not None and written:
                 written += f" and turns formatted with {template.whose} (sft.chat_template)"
-            return f"{written}; trained on {'every token' if plain else 'the completions'}"
+            return f"{written}; trained on {'every token' if plain else f'the {answers}'}"
         found = "" if learn == "all" else ", found by prefixes"
         if found and template.is_marked:
             found = ", found by its {% generation %} marks"
@@ -171,6 +174,11 @@ class ConversationSource(FileSource):
         if self.renamed:
             listed = [f"{theirs} is {ours}" for theirs, ours in self.renamed.items()]
             yield f"roles are renamed as in ShareGPT: {any_of(listed, 'and')}"
+        if self.unlearned and self.writer.learn != "all":
+            yield (
+                f"turns by {any_of(self.unlearned, 'and')} are not learned, since only those by "
+                'assistant are (sft.shape = "sharegpt" renames them)'
+            )
         if template is None or self.shape.shape == "text":
             return
         if unknown := unknown_tokens(template, tokenizer):

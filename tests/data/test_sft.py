@@ -257,6 +257,9 @@ def test_roles_are_as_in_the_data(tmp_path: Path, tokenizer: Path) -> None:
         samples(opened(job(tmp_path, tokenizer, path)))
     source = opened(job(tmp_path, tokenizer, path, sft={"shape": "sharegpt"}))
     assert learned(source) == ["A<|eot_id|>"]
+    path = write_lines(tmp_path / "r.jsonl", [{"messages": [*TALK[:2], *turns]}])
+    assert any("turns by gpt are not learned" in note for note in opened(
+        job(tmp_path, tokenizer, path)).notes)  # fmt: skip
 
 
 def test_a_header_that_is_learned_is_said(tmp_path: Path, tokenizer: Path, talks: Path) -> None:
@@ -282,6 +285,8 @@ def test_what_the_prompt_of_pairs_is_is_said(tmp_path: Path, tokenizer: Path) ->
         config = job(tmp_path, tokenizer, path, preference={"loss": "dpo"})
         source = opened(config)
         assert f"the prompt of chosen and rejected is {where}" in source.notes
+        assert ", with texts unchanged and turns formatted with" in source.notes[0]
+        assert source.notes[0].endswith("; trained on the answers")
         assert learned(source) == [f"{'A' if where[0] == 'c' else ' A'}<|eot_id|>"
                                    f"{'B' if where[0] == 'c' else ' B'}<|eot_id|>"]  # fmt: skip
 
