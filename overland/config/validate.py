@@ -186,6 +186,7 @@ LESSONS = {
         "set training.steps",
     ),
     "warmupratio": "set lr_scheduler.warmup_ratio",
+    **dict.fromkeys(("r", "lorar"), "set lora.rank"),
     **dict.fromkeys(
         ("maxseqlength", "maxseqlen", "seqlength", "sequencelength", "blocksize", "contextlength",
          "maxlength"),

@@ -25,7 +25,7 @@ from overland.parallel.comm import all_of
 from overland.progress import progress_bar
 from overland.run_folder import TOKENIZER
 from overland.tools.evaluation.documents import EvaluationSet, sets_of, sets_of_run
-from overland.tools.evaluation.model import Found, find_model, find_run
+from overland.tools.evaluation.model import Found, Given, find_model, find_run
 from overland.tools.evaluation.parts import Cutter
 from overland.tools.evaluation.perplexity import (
     KIND,
@@ -124,13 +124,8 @@ class Session:
 
 
 def open_session(asked: Asked, world: World, device: torch.device, report: Report) -> Session:
-    found = find_model(
-        asked.path,
-        base=asked.base,
-        tokenizer=asked.tokenizer,
-        config=asked.config,
-        step=asked.step,
-    )
+    given = Given(asked.base, asked.tokenizer, asked.config, asked.step)
+    found = find_model(asked.path, given)
     usual = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = asked.dtype or usual
     scorer, ranks = open_on_ranks(found, world, device, dtype, asked.shard, asked.tensor_parallel)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from overland.arguments import dtype_name, integer_or_none, path_of, path_or_none
 from overland.checkpoint.folder import committed, result_of, step_of
@@ -27,14 +27,13 @@ from overland.checkpoint.formats.checkpoint import (
     read_json_object,
 )
 from overland.checkpoint.formats.hf import FILES, GENERATION, without_head
-from overland.checkpoint.formats.lazy import Lazy, counting
+from overland.checkpoint.formats.lazy import Lazy
 from overland.checkpoint.formats.merge import join, merge
 from overland.checkpoint.formats.meta import is_computed
-from overland.checkpoint.formats.overland import complete, require_readable, step_of_export
+from overland.checkpoint.formats.overland import complete, step_of_export
 from overland.checkpoint.formats.peft import has_adapters
 from overland.checkpoint.formats.sparse import densify
-from overland.checkpoint.origin import Origin
-from overland.checkpoint.read import fill, open_checkpoint, read_marker
+from overland.checkpoint.read import read_marker
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
@@ -42,23 +41,18 @@ from overland.config.schema import Checkpoint, Data, JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import tokenizer_of
 from overland.errors import CheckpointError, DataError, ModelError, OutOfMemoryError
-from overland.files import Moved, ignore
 from overland.models.config import DecoderConfig
 from overland.models.flops import sample_fields
-from overland.models.hf import load_hf
 from overland.models.init import (
-    LocalPart,
     cast_floats,
     init_buffers,
-    persistent_buffers,
-    plain_name,
-    whole,
 )
 from overland.models.registry import build_model, model_config, read_hf_config
-from overland.models.structure import tie, ties_of
+from overland.models.structure import tie
 from overland.parallel.apply import build_undivided
 from overland.progress import progress_bar
 from overland.run_folder import COMMITTED, CONFIG, TOKENIZER
+from overland.tools.evaluation.weights import FileWeights, RunWeights, Weights
 from overland.words import any_of, did_you_mean, size
 from overland.world.devices import device_type
 
@@ -89,11 +83,6 @@ class OpenModel:
     device: torch.device
 
 
-class Weights(Protocol):
-    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
-        """Fills an allocated model, or the parts of it that are on this rank."""
-
-
 @dataclass(frozen=True)
 class Found:
     """The model found at a path: how to build it (on the meta device, if the caller wants) and
@@ -108,6 +97,19 @@ class Found:
     tokenizer: Tokenizer
     context: int
     end_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a caller gives in addition to the path of a model."""
+
+    base: Path | None = None
+    """The base model of adapters, or where to look for frozen weights that a checkpoint omits."""
+    tokenizer: Path | None = None
+    config: Path | None = None
+    """A config.json, or a folder with one."""
+    step: int | None = None
+    needs_tokenizer: bool = True
 
 
 def open_model(
@@ -138,17 +140,14 @@ def open_model(
     """
     place = device_of(device)
     kind = dtype_of(dtype, place)
-    base, tokenizer = path_or_none(base, "base"), path_or_none(tokenizer, "tokenizer")
-    path, config = path_of(path, "path"), path_or_none(config, "config")
-    step = integer_or_none(step, "step", least=0)
-    found = find_model(
-        path,
-        base=base,
-        tokenizer=tokenizer,
-        config=config,
-        step=step,
-        needs_tokenizer=needs_tokenizer,
+    given = Given(
+        path_or_none(base, "base"),
+        path_or_none(tokenizer, "tokenizer"),
+        path_or_none(config, "config"),
+        integer_or_none(step, "step", least=0),
+        needs_tokenizer,
     )
+    found = find_model(path_of(path, "path"), given)
     with torch.device("meta"):
         built = cast_floats(found.build(), kind)
     total = sum(one.nbytes for one in built.parameters())
@@ -170,23 +169,16 @@ def open_model(
     )  # fmt: skip
 
 
-def find_model(
-    path: Path,
-    *,
-    base: Path | None = None,
-    tokenizer: Path | None = None,
-    config: Path | None = None,
-    step: int | None = None,
-    needs_tokenizer: bool = True,
-) -> Found:
+def find_model(path: Path, given: Given) -> Found:
     run, checkpoint = find_run(path)
     if run is not None:
-        return _in_run(run, checkpoint, base, tokenizer, step, needs_tokenizer)
-    if step is not None:
+        return _in_run(run, checkpoint, given)
+    if given.step is not None:
         raise CheckpointError(
-            f"--step {step} selects a checkpoint of a run, but {path} is not a run folder: omit it"
+            f"--step {given.step} selects a checkpoint of a run, but {path} is not a run folder: "
+            "omit it"
         )
-    return _in_files(path, base, tokenizer, config, needs_tokenizer)
+    return _in_files(path, given)
 
 
 def find_run(path: Path) -> tuple[Path | None, Path | None]:
@@ -224,77 +216,12 @@ def dtype_of(dtype: str | torch.dtype | None, device: torch.device) -> torch.dty
     return DTYPES[name]
 
 
-@dataclass(frozen=True)
-class RunWeights:
-    """Weights of a run's checkpoint. `base` is where to look for frozen weights that it omits."""
-
-    checkpoint: Path
-    base: Path | None = None
-
-    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
-        named = {plain_name(name): one.detach() for name, one in model.named_parameters()}
-        with open_checkpoint(self.checkpoint, moved) as saved:
-            require_readable(saved)
-            origin = Origin.from_json(saved.run)
-            if origin is not None:
-                folder = origin.find([self.base] if self.base is not None else [])
-                load_hf(model, folder, local_part, False, moved, only=origin.names)
-                named = {name: one for name, one in named.items() if name not in origin.names}
-            state = {MODEL + name: one for name, one in named.items()}
-            buffers = {MODEL + name: one for name, one in persistent_buffers(model).items()}
-            state |= {name: one for name, one in buffers.items() if name in saved.tensors}
-            fill(saved, state)
-
-
-@dataclass(frozen=True)
-class FileWeights:
-    """Weights in files of any format, with adapters merged."""
-
-    source: LazyCheckpoint
-
-    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
-        weights, ties = self.source.weights(), ties_of(model)
-        buffers = {n: b for n, b in persistent_buffers(model).items() if n in weights}
-        named = {plain_name(name): one for name, one in model.named_parameters()} | buffers
-        alike = {owner: tied for tied, owner in ties.items()}
-        with counting(moved), torch.no_grad():
-            for name, tensor in named.items():
-                owner = ties.get(name, name)
-                lazy = weights.get(owner) or weights.get(alike.get(owner, ""))
-                if lazy is None:
-                    raise CheckpointError(
-                        f"{self.source.folder} lacks {name}, which its config.json requires"
-                    )
-                _copy(lazy, name, tensor, local_part, self.source.folder)
-
-
-def _copy(lazy: Lazy, name: str, tensor: Tensor, local_part: LocalPart, folder: Path) -> None:
-    target, offsets, shape = local_part(tensor)
-    if lazy.shape != tuple(shape):
-        raise CheckpointError(
-            f"{folder} has {name} with shape {list(lazy.shape)}, but its config.json requires "
-            f"{list(shape)}"
-        )
-    if target.shape == tensor.shape:
-        target.copy_(lazy.load())
-    elif target.numel():
-        ends = (start + size for start, size in zip(offsets, target.shape, strict=True))
-        target.copy_(lazy.load_slice(tuple(map(slice, offsets, ends))))
-
-
-def _in_run(
-    run: Path,
-    checkpoint: Path | None,
-    base: Path | None,
-    tokenizer: Path | None,
-    step: int | None,
-    needs_tokenizer: bool,
-) -> Found:
+def _in_run(run: Path, checkpoint: Path | None, given: Given) -> Found:
     loaded = load_config(str(run / CONFIG), env={})
     if problems := list(check_custom_import(loaded)):  # the model may be custom
         raise ConfigError(problems)
     config = loaded.config
-    checkpoint = _checkpoint_of(run, config.checkpoint, checkpoint, step)
+    checkpoint = _checkpoint_of(run, config.checkpoint, checkpoint, given.step)
     architecture = model_config(config.model)
     _require_text(architecture, run)
     lora = config.lora
@@ -305,8 +232,7 @@ def _in_run(
         update={"float8": "off", "mixed_precision_param": "float32"}  # the caller casts
     )
     as_built = config.model_copy(update={"lora": lora, "training": training})
-    own = partial(_own_tokenizer, run, config.data)
-    opened = _named(tokenizer) if tokenizer is not None else _if_there(own, needs_tokenizer)
+    tokenizer = _tokenizer(given, partial(_own_tokenizer, run, config.data))
     context = config.training.seq_len
     if config.checkpoint.initial_load_path is not None:  # maybe trained on longer sequences before
         context = max(context, getattr(architecture, "max_position_embeddings", context))
@@ -316,10 +242,10 @@ def _in_run(
         config,
         architecture,
         lambda: build_undivided(architecture, as_built),
-        RunWeights(checkpoint, base),
-        opened,
+        RunWeights(checkpoint, given.base),
+        tokenizer,
         context,
-        () if isinstance(opened, NoTokenizer) or opened.end_id is None else (opened.end_id,),
+        _end_of(tokenizer),
     )
 
 
@@ -337,14 +263,9 @@ def _checkpoint_of(run: Path, settings: Checkpoint, named: Path | None, step: in
     return there[step]
 
 
-def _in_files(
-    path: Path,
-    base: Path | None,
-    tokenizer: Path | None,
-    described_by: Path | None,
-    needs_tokenizer: bool,
-) -> Found:
-    config, beside = _described_by(described_by)
+def _in_files(path: Path, given: Given) -> Found:
+    base = given.base
+    config, beside = _described_by(given.config)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     source = open_any(path, config, whole=False)
@@ -375,8 +296,7 @@ def _in_files(
     _require_known(weights, architecture, path)
     source = source.with_tensors({MODEL + name: lazy for name, lazy in weights.items()})
     source = replace(source, companions=[*beside, *source.companions])
-    own = partial(_tokenizer_beside, source, path)
-    opened = _named(tokenizer) if tokenizer is not None else _if_there(own, needs_tokenizer)
+    tokenizer = _tokenizer(given, partial(_tokenizer_beside, source, path))
     return Found(
         path,
         source.extras.get("step"),
@@ -384,9 +304,9 @@ def _in_files(
         architecture,
         lambda: build_model(architecture),
         FileWeights(source),
-        opened,
+        tokenizer,
         architecture.max_position_embeddings,
-        _end_ids(source, opened),
+        _end_ids(source, tokenizer),
     )
 
 
@@ -439,11 +359,17 @@ class NoTokenizer:
         raise self.error
 
 
-def _if_there(find: Callable[[], Tokenizer], needed: bool) -> Tokenizer:
+def _tokenizer(given: Given, find: Callable[[], Tokenizer]) -> Tokenizer:
+    """Returns the given tokenizer, or the model's own."""
+    if given.tokenizer is not None:
+        try:
+            return Tokenizer(given.tokenizer, add_eos=False)  # EOS is optional
+        except DataError as error:
+            raise DataError(f"--tokenizer: {error}") from None
     try:
         return find()
     except LacksTokenizer as error:
-        if needed:
+        if given.needs_tokenizer:
             raise
         return cast(Tokenizer, NoTokenizer(error))
 
@@ -477,13 +403,6 @@ def _require_known(weights: dict[str, Lazy], architecture: DecoderConfig, path: 
         )
 
 
-def _named(tokenizer: Path) -> Tokenizer:
-    try:
-        return Tokenizer(tokenizer, add_eos=False)  # EOS is optional
-    except DataError as error:
-        raise DataError(f"--tokenizer: {error}") from None
-
-
 def _tokenizer_beside(source: LazyCheckpoint, path: Path) -> Tokenizer:
     for file in source.companions:
         if file.name in FILES:
@@ -503,6 +422,8 @@ def _end_ids(source: LazyCheckpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
         some = value if isinstance(value, list) else [value]
         if ids := tuple(one for one in some if isinstance(one, int)):
             return ids
-    if isinstance(tokenizer, NoTokenizer) or tokenizer.eos_id is None:
-        return ()
-    return (tokenizer.eos_id,)
+    return _end_of(tokenizer)
+
+
+def _end_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    return (tokenizer.end_id,) if tokenizer and tokenizer.end_id is not None else ()
