@@ -565,7 +565,7 @@ class Data(Section):
     is always an error."""
     cache_folder: PathText | None = None
     """Folder for text that is tokenized ahead of training: shared, or local to each node (such as
-    /tmp/overland); default: data.folder."""
+    /tmp/overland); default: data.folder. What is built in data.folder is read from there."""
     cache_gb: PositiveFloat = 100.0
     """Size limit of that cache in GB; corpora from `overland data build` do not count."""
     tokenise_processes: NonNegativeInt | None = None

@@ -329,12 +329,23 @@ def _stream(
     if preparer.tokenizes and find_corpus(root, fingerprint) is None:
         prepare()  # this node has a folder of its own
     folder = _wait_for(root, fingerprint, name)
-    if not (folder / "shards").exists():
+    shared = Path(config.data.folder).expanduser()
+    if shared != root and (built := preparer.once(partial(_complete_in, shared, fingerprint))):
+        folder = Path(built)
+        preparer.report(f"{name} is read from {folder}, where it is built, not data.cache_folder")
+    elif not (folder / "shards").exists():
         how = "tokenized" if read_layout(folder).tokenizer is not None else "converted to shards"
         preparer.report(f"{name} is {how} ahead of training, in {folder}")
     return open_streamed(
         folder, open_source, tokenizer, config, _processes(config) * preparer.tokenizes
     )
+
+
+def _complete_in(root: Path, fingerprint: str) -> str:
+    """Returns the folder of a corpus that `overland data build` has completed there, or nothing. A
+    run with a data.cache_folder would tokenize it again."""
+    found = find_corpus(root, fingerprint)
+    return str(found) if found is not None and open_corpus(found).is_complete else ""
 
 
 def _lay_out(

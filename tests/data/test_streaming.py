@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from overland.data import corpus as corpus_module
+from overland.data.build import build
+from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.corpus_folder import CorpusLayout
+from overland.data.prepare import training_data
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.cli.processes import ROOT, environment
@@ -25,6 +28,7 @@ from tests.data.making import (
     wait_until,
     write_lines,
 )
+from tests.data.test_holdout import config_of
 
 
 @pytest.fixture
@@ -257,3 +261,23 @@ def test_closing_a_corpus_frees_a_reader_that_waits(
     corpus.close()
     reader.join(300)
     assert "was closed" in str(told[0])
+
+
+def test_a_cache_of_ones_own_does_not_hide_a_corpus_that_is_built(
+    tmp_path: Path, lines: Path, tokenizer: Tokenizer
+) -> None:
+    """Scripts for many nodes set data.cache_folder, whether `overland data build` ran or not."""
+    config = config_of(lines, tmp_path / "data", tokenizer, 0)
+    training_data(config, 4, None, Preparer())
+    (folder,) = (tmp_path / "data").glob("lines-*")
+    config.data.cache_folder = str(tmp_path / "own")
+    said: list[str] = []
+    training_data(config, 4, None, Preparer(report=said.append)).close()
+    assert any(f"ahead of training, in {tmp_path}/own" in line for line in said)
+    build(folder, lines_of(lines), tokenizer, processes=1)
+    said.clear()
+    data = training_data(config, 4, None, Preparer(report=said.append))
+    (corpus,) = data.rows.corpora.values()
+    assert isinstance(corpus, Corpus)
+    assert corpus.layout.folder == folder
+    assert f"lines is read from {folder}, where it is built, not data.cache_folder" in said
