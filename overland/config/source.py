@@ -149,14 +149,16 @@ def nest(entries: Entries) -> dict[str, Any]:
 
 def overlay(base: Entries, top: Entries) -> Entries:
     """Returns `base` overridden by `top`. A value also removes what it replaces above and below its
-    path, and the same setting in another form: steps replace epochs."""
+    path, and the same setting in another form: steps replace epochs. The order stays, since that of
+    data sources decides which is read first."""
     pairs = [tuple(tuple(key.split(".")) for key in pair) for pair in IN_PLACE_OF.items()]
     given = {path for path, entry in top.items() if entry.value is not None}
     other_unit = {pair[1 - i] for pair in pairs for i in (0, 1) if pair[i] in given}
     kept = {
         path: entry
         for path, entry in base.items()
-        if path not in other_unit and not any(_one_inside_other(path, above) for above in top)
+        if path in top
+        or (path not in other_unit and not any(_one_inside_other(path, above) for above in top))
     }
     return {**kept, **top}
 

@@ -131,6 +131,14 @@ def test_a_table_on_the_command_line_replaces_the_one_in_the_file(write) -> None
     assert config_of(file, "model.overrides={}").model.overrides == {}
 
 
+def test_an_override_keeps_the_order_of_sources(write) -> None:
+    """Which decides what is read first, so a typed value would give other batches than the file."""
+    path = write("[data.sources.a]\nweight = 1.0\n[data.sources.b]\nweight = 1.0\n")
+    config = config_of(path, "data.sources.a.weight=2", "data.sources.c.path=.")
+    assert [*config.data.sources] == ["a", "b", "c"]
+    assert config.data.sources["a"].weight == 2
+
+
 def test_the_file_is_named_by_argument_option_or_environment(write) -> None:
     file = write("[training]\nsteps = 7\n")
     assert config_of(file).training.steps == 7

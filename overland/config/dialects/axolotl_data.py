@@ -348,7 +348,7 @@ def _validation(file: File) -> None:
             file.put("validation.column", column, entry)
     elif share is not None and share.value:
         size = share.value
-        whole = isinstance(size, float) and size >= 1 and size.is_integer()
+        whole = isinstance(size, float) and size > 1 and size.is_integer()
         file.put("data.holdout", int(size) if whole else size, share, "val_set_size")
     source = others[0] if others else share
     if source is not None and source.value and not is_off:
