@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overland.errors import ModelError
 from overland.kernels.float8 import (
     E4M3,
     E5M2,
@@ -41,12 +42,19 @@ class Float8(Transform):
     key = "training.float8"
 
     def apply(self, model: nn.Module) -> None:
+        found = 0
         for block in blocks_of(model).values():
             for module in block.modules():
                 if type(module) is nn.Linear:
                     module.__class__ = Float8Linear
                 elif isinstance(module, LoRALinear):  # whose own matrices are small
                     module.product = biased8
+                found += isinstance(module, Float8Linear | LoRALinear)
+        if not found:
+            raise ModelError(
+                "training.float8 changes the linear layers of a model's blocks, and "
+                f"{type(model).__name__} has none (structure(), see docs/extending.md): remove it"
+            )
 
     def left_out(self, model: nn.Module) -> list[str]:
         return [

@@ -11,6 +11,7 @@ from torch import nn
 
 from overland.checks.left_out import left_out
 from overland.config.schema import JobConfig
+from overland.errors import ModelError
 from overland.models import DecoderConfig, register_model, registry
 from overland.models.decoder import Decoder
 from overland.models.init import Normal
@@ -84,3 +85,24 @@ def test_what_a_whole_matrix_rule_passes_over_is_named(monkeypatch: pytest.Monke
     register_model("mixed", flavors={"a": config}, config_class=ExpertsConfig, build=build)
     (said,) = notes(config, optimizer={"name": "Muon"})
     assert said == f"Muon leaves model.embed_tokens.weight, {UP} and lm_head.weight to AdamW"
+
+
+@dataclass(frozen=True)
+class UndescribedConfig:
+    vocab_size: int = 96
+
+
+@pytest.mark.parametrize("key", ["training.float8", "model.sparse", "lora.base = nf4"])
+def test_a_setting_that_reaches_no_matrix_is_refused(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """A model without structure() has no blocks."""
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+    config = UndescribedConfig()
+    made = lambda config, attention: nn.Sequential(nn.Linear(64, 64))
+    register_model("bare", flavors={"a": config}, config_class=UndescribedConfig, build=made)
+    settings = dict(SETTINGS[key])
+    if "lora" in settings:
+        settings["lora"] = {**settings["lora"], "targets": ["0"]}
+    with pytest.raises(ModelError, match="linear layer"):
+        notes(config, **settings)
