@@ -231,25 +231,35 @@ def check_same_tokenizer(plan: Plan, config: JobConfig, tokenizer: Tokenizer) ->
             continue
         if is_of_another_tokenizer(before, config, tokenizer):
             raise ChangedSource(name, (ANOTHER_TOKENIZER,))
-        if config.sft.shape != "off":
-            source = open_wanted(config, training_table(config, name), name, wanted)
-            if changes := made_otherwise(before, source):
-                raise ChangedSource(name, tuple(changes), settings_before(before, source))
+        source = open_wanted(config, training_table(config, name), name, wanted)
+        if changes := made_otherwise(before, source):
+            raise ChangedSource(name, tuple(changes), settings_before(before, source))
 
 
 def made_otherwise(before: Path, source: Source) -> list[str]:
-    """Returns what has changed in how conversations are tokenized since a corpus was laid out."""
-    made_by = read_layout(before).made_by or {}
-    return what_changed(made_by, getattr(source, "made_by", None) or {})
+    """Returns what has changed in what is read of the files, and in how conversations are
+    tokenized, since a corpus was laid out."""
+    layout = read_layout(before)
+    changes = what_changed(layout.made_by or {}, getattr(source, "made_by", None) or {})
+    if _column_changed(before, source):
+        changes.append(f"the column is {getattr(source, 'column', None)} and was {layout.column}")
+    return changes
+
+
+def _column_changed(before: Path, source: Source) -> bool:
+    """Whether another column is read; earlier versions did not write it down."""
+    known = {read_layout(before).column, getattr(source, "column", None)}
+    return None not in known and len(known) == 2
 
 
 def settings_before(before: Path, source: Source) -> dict[str, Any]:
     """Returns the keys that have changed since a corpus was laid out, with their values then; of
     the chat template only a hash is known, so it has None."""
-    made_by = read_layout(before).made_by or {}
-    now = getattr(source, "made_by", None) or {}
+    made_by, now = read_layout(before).made_by or {}, getattr(source, "made_by", None) or {}
     keys = [key for key in dict.fromkeys((*made_by, *now)) if made_by.get(key) != now.get(key)]
     of_keys = {key: made_by.get(key) for key in keys if "." in key}
+    if _column_changed(before, source):
+        of_keys["the column"] = read_layout(before).column
     return of_keys | {key: None for key in of_keys if key == "sft.chat_template"}
 
 

@@ -67,6 +67,8 @@ class CorpusLayout:
     """The types of the channels that accompany each token, by name."""
     made_by: dict[str, Any] | None = None
     """For conversations: what determined their tokens besides the tokenizer, see `writer.py`."""
+    column: str | None = None
+    """Of the files, the column that was read."""
 
     @property
     def unit(self) -> str:

@@ -65,7 +65,7 @@ class ShardMaker:
         self.layout, self.source, self.tokenizer = layout, source, tokenizer
         self.claims = Claims(layout.folder)
         self._num_bad = 0
-        if hasattr(source, "skip_bad"):
+        if hasattr(source, "skip_bad") and not isinstance(source, FileSource):  # which knows it
             source.skip_bad = layout.skip_bad
 
     def make(self, number: int, tick: Tick = lambda documents, tokens: None) -> ShardInfo | None:

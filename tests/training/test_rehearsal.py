@@ -7,12 +7,14 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from overland.checks import check_config
 from overland.cli.common import is_user_error
+from overland.config.changes import FIXED
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
@@ -25,9 +27,11 @@ from overland.errors import CheckpointError, DataError
 from overland.tools.proofs.pool import RankPool
 from overland.training.rehearsal import require_start, try_newest
 from overland.world import World
+from tests.data.chats import LLAMA3, ROLES, write_tokenizer
+from tests.data.chats import write_lines as write_records
 from tests.data.making import lines_of, tokenizer_in, write_lines
 from tests.data.tokenizer_folders import write_bpe
-from tests.jobs import run_job, tiny_job
+from tests.jobs import TINY_MODEL, run_job, tiny_job
 
 TEXT = "A page of text, long enough to fill a row or two of the batch. " * 40
 TRAIN = {"steps": 1, "seq_len": 16, "local_batch_size": 2, "global_batch_size": 2}
@@ -445,3 +449,69 @@ def test_the_newest_checkpoint_is_the_one_that_is_named(
     damaged.add("step_1")
     with pytest.raises(CheckpointError, match="step_3 is damaged"):
         try_newest(paths, config, None)
+
+
+FIXED_TO: dict[str, dict[str, Any]] = {
+    "text": {
+        "model.hf_assets_path": "chatml", "training.column": "body", "training.split": "test",
+        "training.subset": "other", "data.mixture": "rows", "data.holdout": 0.1,
+        "data.window_documents": 50, "data.add_bos": True, "data.add_eos": False, "debug.seed": 1,
+    },
+    "messages": {
+        "sft.shape": "text", "sft.chat_template": "chatml", "sft.template_options": {"x": 1},
+        "sft.date": "2020-01-01", "sft.learn": "last", "sft.too_long": "drop",
+        "sft.parse_specials": True, "sft.special_tokens_in_content": True,
+        "sft.skip_unlearned": True,
+    },
+    "preference": {
+        "preference.max_prompt": 5, "preference.prompt_side": "right",
+        "preference.answer_side": "left",
+    },
+}  # fmt: skip
+
+
+def test_every_key_that_fixes_the_data_is_refused_on_resume(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """As the table of docs/train.md says; those of images are tried in tests/seams."""
+    tried = {key for keys in FIXED_TO.values() for key in keys}
+    listed = {f"{section}.{name}" for section, names in FIXED.items() for name in names}
+    assert tried == {key for key in listed if not key.startswith("images.")}
+    for name in ("llama3", "chatml"):
+        write_tokenizer(tmp_path / name, **ROLES[name])
+        (tmp_path / name / "chat_template.jinja").write_text(LLAMA3)
+    turns = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "1 2 3"}]
+    records = [{"text": f"a {i}", "body": f"b {i}", "messages": turns} for i in range(40)]
+    pair = {"prompt": "say", "chosen": "yes yes", "rejected": "no"}
+    for place in ("text/train", "text/test", "text/other", "messages/train"):
+        write_records(tmp_path / f"{place}.jsonl", records)
+    write_records(tmp_path / "preference/train.jsonl", [pair] * 40)
+    files = [{"split": name, "path": f"{name}.jsonl"} for name in ("train", "test")]
+    other = {"config_name": "other", "data_files": "other.jsonl"}
+    configs = [{"config_name": "default", "data_files": files}, other]
+    (tmp_path / "text/README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+
+    def job(kind: str, steps: int, key: str = "", value: Any = None) -> JobConfig:
+        sections: dict[str, dict[str, Any]] = {
+            "model": {"hf_assets_path": str(tmp_path / "llama3"),
+                      "overrides": {**TINY_MODEL, "vocab_size": 640}},
+            "training": {**TRAIN, "seq_len": 64, "steps": steps,
+                         "dataset_path": str(tmp_path / kind)},
+            "data": {"folder": str(tmp_path / "data"), "tokenise_processes": 0},
+            "checkpoint": {"enable": True, "interval": 1},
+            "sft": {"shape": "off" if kind == "text" else kind},
+            "preference": {"loss": "dpo"} if kind == "preference" else {},
+        }  # fmt: skip
+        section, _, name = key.partition(".")
+        if key:
+            value = str(tmp_path / value) if name == "hf_assets_path" else value
+            sections.setdefault(section, {})[name] = value
+        return tiny_job(tmp_path / f"run_{kind}", **sections)
+
+    for kind, changes in FIXED_TO.items():
+        changed = [job(kind, 2, *change) for change in changes.items()]
+        ((began, *said),) = ranks.run(1, outcomes, [job(kind, 1), *changed])
+        assert began == ""
+        for key, one, config in zip(changes, said, changed, strict=True):
+            assert "not what this run was trained on" in one or f"{key} is " in one, (key, one)
+            assert rehearsed(config) != "", key
