@@ -33,7 +33,7 @@ from overland.config.derived import (
     resolve_degrees,
     settle_dtype,
 )
-from overland.config.schema import JobConfig, Training
+from overland.config.schema import JobConfig
 from overland.data import registry
 from overland.data.batch import Batch
 from overland.data.registry import open_wanted, sources_of, training_table
@@ -46,7 +46,6 @@ from overland.objectives.objective import Objective, count_of
 from overland.objectives.preference import COMPARED, REFERENCE
 from overland.optimizers.adamw import AdamW
 from overland.optimizers.optimizer import Optimizer
-from overland.optimizers.rule import BYTES
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh, forget_meshes
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
@@ -81,13 +80,6 @@ class FakeStep:
             + self.optimizer_bytes
             + self.activation_bytes
         )
-
-    def held_bytes(self, training: Training) -> float:
-        """Returns the bytes of parameters, gradients and optimizer state; gradients may be kept in
-        the precision of the pass."""
-        narrow = BYTES[training.mixed_precision_param] / BYTES[training.dtype]
-        gradients = self.gradient_bytes * min(1.0, narrow)
-        return self.parameter_bytes + gradients + self.optimizer_bytes
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "total_bytes": self.total_bytes}

@@ -18,7 +18,6 @@ from overland.cli.common import Settings, split_settings, user_errors
 from overland.words import any_of, number_of
 
 if TYPE_CHECKING:
-    from overland.checks.fake_step import FakeStep
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
 
@@ -88,9 +87,11 @@ def report(
     except ConfigError as error:
         raise ConfigError(in_order([*missing, *error.problems])) from None
     notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
+    refused_here = [str(one) for one in problems if is_here and one.kind == "machine"]
     if world_size is None:
         world_size, devices, more = devices_here(loaded)
         notes += more
+        refused_here += more
         is_here = not more
     else:
         devices = f"{world_size:,}"
@@ -110,13 +111,17 @@ def report(
     elif step and has_model:
         doing = f"taking a fake step of one rank of {world_size:,} (--no-step skips it)"
         with said_if_slow(doing):
-            step_facts, step_lines, more = fake_step_facts(loaded.config, world_size, is_here)
+            step_facts, step_lines = fake_step_facts(loaded.config, world_size, is_here)
         facts |= step_facts
         lines |= step_lines
+    if has_model and is_here:
+        more = lack_of_memory(loaded.config, world_size)
         notes += more
+        refused_here += more
     code = 0 if all(problem.can_be_fetched for problem in missing) else 2
     if as_json:
-        print(json.dumps({**facts, "notes": notes, "to_fetch": [*map(str, missing)]}, indent=2))
+        facts |= {"notes": notes, "to_fetch": [*map(str, missing)], "refused_here": refused_here}
+        print(json.dumps(facts, indent=2))
         return code
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
@@ -129,7 +134,7 @@ def report(
     if missing:
         print("Missing, and needed for training:")
         print(*(f"  {problem}" for problem in missing), sep="\n", end="\n\n")
-    print(verdict(bool(missing), has_model))
+    print(verdict(bool(missing), has_model, bool(refused_here)))
     return code
 
 
@@ -154,11 +159,14 @@ def said_if_slow(doing: str) -> Iterator[None]:
         thread.join()
 
 
-def verdict(is_missing: bool, has_model: bool) -> str:
+def verdict(is_missing: bool, has_model: bool, is_refused_here: bool) -> str:
+    here = ""
+    if is_refused_here:
+        here = " `overland train` would refuse to start on this machine: see the notes above."
     if not is_missing:
-        return "The config is valid."
+        return f"The config is valid.{here}"
     unchecked = "" if has_model else ", but the model itself was not checked"
-    return f"The rest of the config is valid{unchecked}; `overland train` needs these first."
+    return f"The rest of the config is valid{unchecked}; `overland train` needs these first.{here}"
 
 
 def devices_here(loaded: Loaded) -> tuple[int, str, list[str]]:
@@ -256,9 +264,9 @@ def order_notes(config: JobConfig, world_size: int) -> list[str]:
 
 def fake_step_facts(
     config: JobConfig, world_size: int, is_here: bool
-) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the memory and collectives of rank 0, for scripts and as lines; with a pipeline, of
-    whichever of its two ends needs more memory. Also returns notes."""
+    whichever of its two ends needs more memory."""
     import warnings
 
     from overland.world.devices import device_type
@@ -275,7 +283,7 @@ def fake_step_facts(
             steps = fake_steps(config, world_size, device_type=where)
         except NOT_FOR_FAKES as error:
             none = f"none: the model reads values, and fake tensors have none ({error})"
-            return {"fake_step": none}, {"fake step": none}, []
+            return {"fake_step": none}, {"fake step": none}
     worst = max(steps, key=lambda one: one.total_bytes)
     parts = {
         "parameters": worst.parameter_bytes,
@@ -297,22 +305,38 @@ def fake_step_facts(
     if counts:
         sent = [number_of(count, name) for name, count in counts.items()]
         lines["communication"] = f"{any_of(sent, 'and')} per pass"
-    return facts, lines, lack_of_memory(config, world_size, worst, where) if is_here else []
+    return facts, lines
 
 
-def lack_of_memory(config: JobConfig, world_size: int, step: FakeStep, where: str) -> list[str]:
-    """Returns a note if `overland train` would refuse to start on this machine."""
+def lack_of_memory(config: JobConfig, world_size: int) -> list[str]:
+    """Returns a note if `overland train` would refuse to start on this machine. What ranks hold is
+    the mean over them, which is known from a whole model on the meta device."""
     import torch
 
+    from overland.checks.fake_step import fake_world
     from overland.config.derived import resolve_degrees, settle_dtype
+    from overland.config.schema import ActivationCheckpoint, Compile, Parallelism
     from overland.errors import TrainingError
     from overland.models.registry import model_config
-    from overland.training.out_of_memory import require_memory
+    from overland.parallel.apply import build_parts
+    from overland.parallel.mesh import build_mesh
+    from overland.training.out_of_memory import held_bytes, require_memory
+    from overland.world.devices import device_type
 
-    architecture, device = model_config(config.model), torch.device(where)
+    device = torch.device(device_type(config.training.device))
+    architecture = model_config(config.model)
     degrees = resolve_degrees(config.parallelism, world_size)
-    config = config.model_copy(update={"training": settle_dtype(config.training, where)})
-    held = step.held_bytes(config.training)
+    config = config.model_copy(update={"training": settle_dtype(config.training, device.type)})
+    plain = {
+        "parallelism": Parallelism(),
+        "compile": Compile(enable=False),
+        "activation_checkpoint": ActivationCheckpoint(mode="none"),
+    }
+    whole = config.model_copy(update=plain)
+    with fake_world(0, 1):
+        mesh = build_mesh(resolve_degrees(whole.parallelism, 1), "cpu")
+        held = held_bytes(build_parts(architecture, mesh, whole), config)
+    held *= degrees.dp_replicate / degrees.world_size
     try:
         require_memory(config, architecture, degrees, device, held, world_size)
     except TrainingError as error:

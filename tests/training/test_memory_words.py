@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overland.checks.fake_step import fake_steps
-from overland.cli.check import lack_of_memory
+from overland.cli.check import lack_of_memory, report
 from overland.config.derived import resolve_degrees
+from overland.config.schema import JobConfig
 from overland.errors import Kind, TrainingError
 from overland.models.registry import model_config
 from overland.parallel.comm import process_group
+from overland.tools.proofs.pool import RankPool
 from overland.training import out_of_memory as out_of_memory_
 from overland.training.out_of_memory import (
     is_out_of_memory,
@@ -150,10 +152,43 @@ def test_check_says_what_train_would_refuse(
 ) -> None:
     """Of a GPU, only its memory is asked for."""
     config = tiny_job(tmp_path)
-    (step,) = fake_steps(config, 1, device_type=where)
-    assert lack_of_memory(config, 1, step, "cpu") == []
+    assert lack_of_memory(config, 1) == []
     monkeypatch.setattr(out_of_memory_, "machine_memory", lambda: 1000.0)
     gpu = SimpleNamespace(total_memory=1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    (note,) = lack_of_memory(config, 1, step, where)
+    monkeypatch.setattr(devices, "device_type", lambda wanted: where)
+    (note,) = lack_of_memory(config, 1)
     assert ("on this GPU, which has" if where == "cuda" else "on this machine, which has") in note
+
+
+def test_what_check_counts_is_what_ranks_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankPool
+) -> None:
+    """Of adapters on frozen weights, sharded over two ranks."""
+    config = tiny_job(tmp_path, lora={"rank": 4}, training={"dtype": "float32"})
+    held = sum(ranks.run(2, held_by, config)) / 2
+    found: list[float] = []
+    monkeypatch.setattr(out_of_memory_, "require_memory", lambda *given: found.append(given[4]))
+    assert lack_of_memory(config, 2) == []
+    assert found == [pytest.approx(held, rel=0.01)]
+
+
+def held_by(world: World, config: JobConfig) -> float:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    return out_of_memory_.held_bytes(run.model.parts, run.config)
+
+
+def test_check_says_at_its_end_that_train_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the fake step too."""
+    given = ["model.overrides.vocab_size=2000000000", f"job.dump_folder={tmp_path / 'a'}"]
+    for more, is_here in (([], True), (["health.check_memory=false"], True), ([], False)):
+        code = report("quickstart", [*given, *more], 1, step=False, is_here=is_here)
+        out, err = capsys.readouterr()
+        is_refused = is_here and not more
+        assert code == 0
+        assert ("would refuse to start here: this run needs" in err) == is_refused
+        assert ("would refuse to start on this machine" in out.splitlines()[-1]) == is_refused
+    report("quickstart", given, 1, step=False, as_json=True)
+    assert "this run needs" in json.loads(capsys.readouterr().out)["refused_here"][0]
