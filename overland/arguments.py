@@ -18,6 +18,7 @@ from overland.words import did_you_mean
 Function = TypeVar("Function", bound=Callable[..., Any])
 OPTION = re.compile(r"`[^`]*`|\boverland [a-z]+ .*|(?<![\w-])--([a-z][a-z-]*)")
 """An option of a command, outside of a command that a message shows."""
+LOADING = ("base", "config", "device", "dtype", "step", "tokenizer")
 KINDS = {"bool": (bool, "True or False"), "str": (str, "a text")}
 """Types that are checked for every public function: any text would be true."""
 
@@ -125,6 +126,8 @@ def _check_kinds(
 def _with_arguments(message: str, known: Collection[str]) -> str:
     def argument(found: re.Match[str]) -> str:
         name = (found[1] or "").replace("-", "_")
+        if name in LOADING and name not in known:  # the model was opened before
+            return f"`{name}` of load_model"
         return f"`{name}`" if name in known else found[0]
 
     return OPTION.sub(argument, message)

@@ -7,6 +7,7 @@ import inspect
 import json
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -196,10 +197,12 @@ def test_evaluate_has_every_option_of_the_command() -> None:
 def test_errors_of_functions_name_arguments_and_those_of_commands_options(
     text_model: Path, tmp_path: Path
 ) -> None:
+    bare = shutil.copytree(text_model, tmp_path / "bare", ignore=lambda *_: ["tokenizer.json"])
     for call, words in (
         (lambda: overland.load_model(text_model, dtype="float31"), "`dtype` float31 is unknown"),
         (lambda: overland.load_model(text_model, base=text_model), "omit `base`"),
         (lambda: overland.convert(text_model, tmp_path / "x", "hff"), "`to` hff is unknown"),
+        (lambda: overland.generate(bare, "a"), "with `tokenizer` of load_model"),
     ):
         with pytest.raises(overland.OverlandError) as error:
             call()
