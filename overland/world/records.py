@@ -58,7 +58,7 @@ def _tagged(value: Any) -> Any:
         return {"path": str(value)}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
-    if kind is np.ndarray:
+    if kind is np.ndarray and value.dtype.kind not in "OV":  # objects, and records of fields
         return {"array": [value.dtype.str, _tagged(value.shape), _tagged(value.tobytes())]}
     raise TypeError(f"ranks cannot send each other a {kind.__name__}: mark its class with @record")
 

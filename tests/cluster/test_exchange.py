@@ -71,7 +71,13 @@ class Stranger:
     pass
 
 
-@pytest.mark.parametrize("value", [Stranger(), [np.float64(1)], {"a": object}, torch.zeros(1)])
+FIELDS = np.zeros(1, [("a", "i4"), ("b", "i4")])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Stranger(), [np.float64(1)], {"a": object}, torch.zeros(1), FIELDS, np.array([object()])],
+)
 def test_what_is_no_record_is_refused_by_its_sender(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot send each other"):
         to_json(value)
