@@ -112,7 +112,7 @@ RULES = [
         ("model.name",),
     ),
     Rule(
-        inside("images", "pad", "instance_norm", "shape", "count", "segment_size"),
+        inside("images", "pad", "instance_norm", "shape", "count", "segment_size", "if_missing"),
         takes_tokens,
         "this model takes tokens, not images",
         ("model.name", "model.from", "model.config"),

@@ -74,6 +74,9 @@ def check_groups(loaded: Loaded) -> Iterator[Problem]:
             near = nearest_parameters(group.pattern, names)
             message = f"'{group.pattern}' matches no parameter; the nearest names are {near}"
             yield Problem(message, loaded.where(key), key)
+        elif all(any(fnmatchcase(name, one) for one in section.freeze) for name in matched):
+            message = f"'{group.pattern}' matches only parameters that model.freeze freezes"
+            yield Problem(message, loaded.where(key), key)
         elif not matched & left:
             message = (
                 f"'{group.pattern}' matches only parameters of earlier groups, and the first match "

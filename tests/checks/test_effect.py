@@ -235,6 +235,7 @@ HIDDEN: list[tuple[str, Any, Settings]] = [
     ("data.holdout", 0.1, {"training.dataset": "random"}),
     ("data.last_block", "drop", {"data.packing": "trunc"}),
     ("images.pad", [64, 64], {}),
+    ("images.if_missing", "random", {}),
     ("images.segment_size", 4, {"model.name": "vit_mae", "model.overrides": {}}),
     ("model.flavor", "8B", {"model.config": "config.json"}),
     ("lr_scheduler.min_lr_factor", 0.1, {"lr_scheduler.decay_type": "constant"}),

@@ -50,6 +50,10 @@ def problems(text: str) -> list[str]:
             '[[optimizer.groups]]\npattern = "*.q_proj.weight"\n[lora]\nrank = 4',
             "'*.q_proj.weight' matches no parameter; the nearest names are",
         ),
+        (
+            '[[optimizer.groups]]\npattern = "*.q_proj.*"\n[model]\nfreeze = ["*.self_attn.*"]',
+            "'*.q_proj.*' matches only parameters that model.freeze freezes",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_with_a_way_out(text: str, says: str) -> None:
