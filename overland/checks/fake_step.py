@@ -48,6 +48,7 @@ from overland.optimizers.adamw import AdamW
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh, forget_meshes
+from overland.parallel.micro_batches import checked_sums
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 from overland.parallel.sharding import splits
 
@@ -157,7 +158,10 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
                     others |= found_in_pass(part, first, others, objective, field)
                 with saved_tensors_hooks(saved.pack, saved.unpack):
                     output = part(first, **others)
-                if degrees.pp > 1:  # a second micro-batch, to count only its memory
+                if degrees.pp == 1:
+                    num_sums = 1 + len(objective.metrics)
+                    output = checked_sums(output, num_sums, type(part).__name__)
+                else:  # a second micro-batch, to count only its memory
                     before, counts = saved.total, collectives.counts.copy()
                     again = first.detach().clone().requires_grad_(first.requires_grad)
                     with saved_tensors_hooks(saved.pack, saved.unpack):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from overland.data.batch import Batch
+from overland.errors import ModelError
 from overland.models.structure import Inputs
 from overland.parallel.sharding import sync_gradients
 
@@ -35,8 +36,7 @@ class Whole:
     def loss(self, batch: Batch) -> Tensor:
         """Returns the summed loss, alone or followed by the objective's other sums."""
         first, others = self._inputs.of(batch.fields)
-        sums: Tensor = self.parts[0](first, **others)
-        return sums
+        return checked_sums(self.parts[0](first, **others), self.num_sums, self._inputs.model)
 
     def look(self, batch: Batch) -> None:
         """Runs forward passes without gradients, for an objective that records results."""
@@ -45,3 +45,20 @@ class Whole:
 
     def counted_once(self, parameter: nn.Parameter) -> bool:
         return True
+
+
+def checked_sums(returned: object, num_sums: int, model: str) -> Tensor:
+    """Returns what a model returned, or raises if that is not the sums of a pass."""
+    shapes = [(num_sums,)] if num_sums > 1 else [(), (1,)]
+    if isinstance(returned, Tensor) and tuple(returned.shape) in shapes:
+        return returned
+    what = f"a {type(returned).__name__}"
+    if isinstance(returned, Tensor):
+        what = f"a tensor of shape {tuple(returned.shape)}"
+    expected = "the sum of its loss, a single number"
+    if num_sums > 1:
+        expected = f"the sums of its loss and metrics, a tensor of shape ({num_sums},)"
+    raise ModelError(
+        f"forward() of {model.removeprefix('FSDP')} returned {what}, expected {expected} "
+        "(docs/extending.md)"
+    )

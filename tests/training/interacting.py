@@ -64,6 +64,10 @@ class Network(nn.Module):
         loss_BS = x_BSD.square().sum(dim=2)
         if self.kind == "noise":
             loss_BS = loss_BS + torch.randn_like(loss_BS) * self.head.weight.sum()
+        if self.kind == "per row":
+            return loss_BS.sum(dim=1)
+        if self.kind == "tuple":
+            return loss_BS.sum(), x_BSD  # type: ignore[return-value]
         if self.kind == "narrow sum":
             return loss_BS.bfloat16().sum()
         if self.kind == "once per pass":
@@ -116,7 +120,7 @@ class Centered(Objective):
 if "interacting" not in registry._MODELS:
     kinds = ("separate", "contrastive", "mean", "batch norm", "dropout", "counting", "mixed",
              "mixed after dropout", "mixed with noise", "inner", "once per pass", "frozen norm",
-             "noise", "narrow sum")  # fmt: skip
+             "noise", "narrow sum", "per row", "tuple")  # fmt: skip
     flavors = {kind: KindConfig(kind) for kind in kinds}
     build = lambda config, attention: Network(config.kind)
     register_model("interacting", flavors=flavors, config_class=KindConfig, build=build)

@@ -117,3 +117,18 @@ def test_check_finds_batch_norm_and_takes_a_step_of_compared_rows(tmp_path: Path
     with pytest.raises(ModelError, match="normalizes over the 4 rows of a pass, and a batch has 8"):
         fake_steps(job(tmp_path, "batch norm", "shard2"), world_size=2, device_type="cpu")
     assert fake_steps(job(tmp_path, "compared"), world_size=1, device_type="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [("per row", r"a tensor of shape \(4,\)"), ("tuple", "a tuple")]
+)
+def test_what_a_model_returns_is_a_sum(
+    ranks: RankPool, tmp_path: Path, kind: str, found: str
+) -> None:
+    importlib.import_module("tests.training.interacting")
+    config = job(tmp_path, kind)
+    message = rf"forward\(\) of Network returned {found}, expected the sum of its loss"
+    with pytest.raises(ModelError, match=message):
+        fake_steps(config, world_size=1, device_type="cpu")
+    ((said,),) = ranks.run(1, refusals, [config])
+    assert "forward() of Network returned a t" in said
