@@ -115,3 +115,10 @@ def test_the_longest_file_is_first_and_keeps_its_order() -> None:
     assert [item.nodeid for item in items] == [
         "c.py::2", "c.py::1", "b.py::1", "a.py::2", "a.py::1", "d.py::1",
     ]  # fmt: skip
+
+
+def test_tests_start_outside_of_the_clone_and_ci_trains_in_it_first() -> None:
+    """In the README's order: what `make train` leaves in a clone must not reach the tests."""
+    assert ROOT not in (Path.cwd(), *Path.cwd().parents)
+    lines = (ROOT / ".ci/run").read_text().splitlines()
+    assert lines.index("make train") < lines.index("make test")

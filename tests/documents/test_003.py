@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,25 @@ def test_a_run_is_where_its_name_says_and_never_takes_anothers_checkpoints(folde
         "run1 .", "run1 .", "run1/b .", "twice/twice .", "twice .", "older older",
         'dense ["model.sparse"]', "sparse .", 'sparse ["model.sparse"]',
     ]  # fmt: skip
+
+
+def test_where_a_run_and_its_checkpoints_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OUTPUT_DIR, whose last part is not repeated unless an earlier version did so, or
+    OUTPUT_DIR/RUN_NAME."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    train = runpy.run_path("train.py")
+
+    def places(*flags: str) -> list[str]:
+        needed = ["--data_dir=fineweb-edu", "--config=llama/config.json"]
+        found = train["settings"](train["flags"]().parse_args([*needed, *flags]))
+        return [one for one in found if one.startswith(("job.dump_folder=", "checkpoint.folder="))]
+
+    assert places("--output_dir=out/run9") == [
+        f"job.dump_folder={folder}/out/run9", "checkpoint.folder=."
+    ]  # fmt: skip
+    assert places("--output_dir=out", "--run_name=b")[0] == f"job.dump_folder={folder}/out/b"
+    (folder / "earlier/run9/run9").mkdir(parents=True)
+    assert places("--output_dir=earlier/run9")[1] == "checkpoint.folder=run9"
