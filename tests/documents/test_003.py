@@ -217,9 +217,7 @@ def test_a_run_is_where_its_name_says_and_never_takes_anothers_checkpoints(folde
     ]  # fmt: skip
 
 
-def test_where_a_run_and_its_checkpoints_are(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_run_and_its_checkpoints_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OUTPUT_DIR, whose last part is not repeated unless an earlier version did so, or
     OUTPUT_DIR/RUN_NAME."""
     monkeypatch.chdir(folder)
