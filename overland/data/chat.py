@@ -46,6 +46,7 @@ ASSISTANT = "assistant"
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
 QUOTED = "\ufdd0"  # precedes a character of a name that is meant as text
 STAND_INS = range(0xE000, 0xF900)  # for private use
+LARGEST_TEMPLATE = 1_000_000  # characters; published ones have some thousands
 DEEPEST = 32  # nesting of values in a message; templates recurse for each level
 # Limit on turns × answers of a conversation without marks: for each answer, all turns before it are
 # written twice, at about 10 µs each, so this is about half a minute.
@@ -60,6 +61,7 @@ LOOKS_FOR = re.compile(
     r"(?:[=!]=|\bin|[.|]\s*(?:r?split|r?partition|replace|startswith|endswith|r?find|r?index|count"
     r"|removeprefix|removesuffix)\()\s*['\"][^'\"]*\Z"
 )
+NEAR = 200  # characters before and after a name
 IS_LOOKED_FOR = re.compile(r"[^'\"]*['\"]\s*(?:[=!]=|(?:not\s+)?in\b)")
 # Roles that may be part of a special token's name, as in `'<|' + role + '|>'`.
 ROLES = frozenset((
@@ -172,6 +174,11 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raises an error unless this is a valid template."""
+        if len(self.source) > LARGEST_TEMPLATE:
+            raise DataError(
+                f"{self.whose} has {len(self.source):,} characters; expected {LARGEST_TEMPLATE:,} "
+                "at most: set sft.chat_template to use another one"
+            )
         self._run(self.source, ([], None), [])
 
     def write(
@@ -299,7 +306,11 @@ class ChatTemplate:
             return self._names_in_content.sub(lambda match: words[match[0]], text)
 
         def replaced_if_looked_for(match: re.Match[str]) -> str:
-            before, after = self.source[: match.start()], self.source[match.end() :]
+            start, stop = match.span()
+            before, after = (
+                self.source[max(0, start - NEAR) : start],
+                self.source[stop : stop + NEAR],
+            )
             is_looked_for = LOOKS_FOR.search(before) or IS_LOOKED_FOR.match(after)
             return words[match[0]] if is_looked_for else match[0]
 

@@ -252,7 +252,7 @@ def test_a_template_that_rewrites_earlier_turns_needs_marks(tokenizer: Tokenizer
 def test_what_a_template_would_leave_out_is_refused(tokenizer: Tokenizer) -> None:
     template = template_of(LLAMA3, tokenizer)
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    with pytest.raises(Undecided, match=r"has tool_calls, but .* sft.chat_template.* Qwen2.5"):
+    with pytest.raises(Undecided, match=r"has tool_calls, but .*sft.chat_template.* Qwen2.5"):
         template.write([TALK[0], call], [0, 1])
     with pytest.raises(Undecided, match=r"has tools, but .* does not write .* Qwen2.5"):
         template.write(TALK, said(TALK), [{"name": "f"}])
@@ -424,6 +424,8 @@ def test_what_is_no_template_is_said_with_its_line(tokenizer: Tokenizer) -> None
         template_of("a\n{% for %}", tokenizer).check()
     with pytest.raises(DataError, match="cannot be parsed"):
         template_of("{% generation %}", tokenizer).check()
+    with pytest.raises(DataError, match="has 1,000,001 characters; expected 1,000,000 at most"):
+        template_of("a" * 1_000_001, tokenizer).check()
 
 
 @pytest.mark.parametrize(
