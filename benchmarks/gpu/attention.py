@@ -3,6 +3,7 @@ layer, with timings. Not a test (CI has no GPU): `python benchmarks/gpu/attentio
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.attention import Attention, Mask, build_mask
 from overland.models.init import fill_normal, init_weights
 from overland.models.loss import chunked_cross_entropy
+from overland.parallel.context import pieces_of_rank
 
 GPU = torch.device("cuda")
 
@@ -150,6 +152,44 @@ def time_backend(backend: str, inputs: list[Tensor], docs: Tensor | None) -> Non
     )
 
 
+def check_pieces() -> None:
+    """The share of one context-parallel rank of four, as flash and as flex compute it."""
+    batch, heads, kv_heads, seq_len, dim = 2, 8, 2, 1024, 64
+    numbers = documents(batch, seq_len, 6)
+    for rank in range(4):
+        pieces = pieces_of_rank(seq_len, rank, 4)
+        length = sum(stop - start for start, stop in pieces)
+        shapes = (batch, heads, length, dim), (batch, kv_heads, seq_len, dim)
+        exact = [torch.randn(s, device=GPU) for s in (*shapes, shapes[1])]
+        out_grad = torch.randn(shapes[0], device=GPU)
+        for window, docs in itertools.product((None, 100), (None, numbers)):
+            results = []
+            for backend, dtype in (("sdpa", torch.float32), ("flash", torch.bfloat16)):
+                inputs = [x.detach().to(dtype).requires_grad_() for x in exact]
+                mask = build_mask(backend, batch, seq_len, GPU, dtype, window, docs, pieces)
+                out = Attention()(*inputs, mask)
+                out.backward(out_grad.to(dtype))
+                results.append([out.detach().float(), *(x.grad.float() for x in inputs)])
+            pairs = zip(*results, strict=True)
+            worst = max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs)
+            verdict = "ok" if worst < 2e-2 else "WRONG"
+            print(f"pieces of rank {rank} window={window} documents={docs is not None}: "
+                  f"{mask.form} {verdict} {worst:.1e}")  # fmt: skip
+    for seq_len in (8192, 65536):
+        pieces = pieces_of_rank(seq_len, 1, 8)
+        q = torch.randn(1, 32, seq_len // 8, 128, device=GPU, dtype=torch.bfloat16)
+        k = torch.randn(1, 8, seq_len, 128, device=GPU, dtype=torch.bfloat16)
+        inputs = [x.requires_grad_() for x in (q, k, k.clone())]
+        for backend in ("flash", "flex"):
+            mask = build_mask(backend, 1, seq_len, GPU, torch.bfloat16, pieces=pieces)
+
+            def run(mask: Mask = mask, inputs: list[Tensor] = inputs) -> None:
+                out = Attention()(*inputs, mask)
+                out.backward(out)
+
+            print(f"share of one rank of 8, S={seq_len} {backend}: {seconds(run) * 1e3:.2f} ms")
+
+
 def check_loss_and_init() -> None:
     on_cpu, on_gpu = torch.empty(3000, 1000), torch.empty(3000, 1000, device=GPU)
     for tensor in (on_cpu, on_gpu):
@@ -185,7 +225,13 @@ def check_loss_and_init() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     print(torch.__version__, torch.cuda.get_device_name())
-    for check in (check_backends, check_compiled_layers, check_loss_and_init, time_backends):
+    for check in (
+        check_backends,
+        check_pieces,
+        check_compiled_layers,
+        check_loss_and_init,
+        time_backends,
+    ):
         try:
             check()
         except Exception:

@@ -79,6 +79,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     ),
     (files.check_validation_data, ("validation", "data")),
     (machine.check_comm_backend, ("comm.backend",)),
+    (machine.check_sharing, ("comm", "training.device")),
     (machine.check_algorithms, ("comm.backend",)),
     (machine.check_schedule, ("parallelism",)),
     (machine.check_float8, ("training.float8",)),
@@ -121,7 +122,7 @@ def devices_for(loaded: Loaded) -> tuple[int, Problem | None]:
     """Returns the number of devices to describe a config for: as many as `overland train` would use
     on this machine, or, for a config that does not fit them (with the reason), the fewest that its
     degrees fit on."""
-    here = devices.num_local_ranks()
+    here = devices.num_local_ranks(loaded.config.comm.ranks_per_device)
     problems = [problem for problem in check_sizes(loaded, here) if problem.kind != "note"]
     return (smallest_world(loaded.config.parallelism), problems[0]) if problems else (here, None)
 
@@ -149,19 +150,24 @@ def load_checked(
     source: str | None,
     arguments: Sequence[str] = (),
     env: Mapping[str, str] = os.environ,
-    world_size: int | None = None,
+    world_size: int | Callable[[JobConfig], int] | None = None,
     waive: Collection[ProblemKind] = (),
 ) -> tuple[Loaded, list[Problem]]:
-    """Combines `load_config` and `require`, so that the problems of both are reported at once."""
+    """Combines `load_config` and `require`, so that the problems of both are reported at once. The
+    number of processes may follow from the config."""
+
+    def size_for(found: Loaded) -> int | None:
+        return world_size(found.config) if callable(world_size) else world_size
+
     try:
         loaded = load_config(source, arguments, env)
     except ConfigError as error:
         if not isinstance(error.partial, Loaded):
             raise
-        more = _with_missing(check_config(error.partial, world_size), waive)
+        more = _with_missing(check_config(error.partial, size_for(error.partial)), waive)
         raise ConfigError(in_order([*error.problems, *more]), partial=error.partial) from None
     loaded = with_new_tokens(loaded)
-    notes = require(loaded, world_size, waive)
+    notes = require(loaded, size_for(loaded), waive)
     return effect.without_hidden(loaded), notes
 
 

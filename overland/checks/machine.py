@@ -15,6 +15,7 @@ from overland.config.load import Loaded
 from overland.errors import ModelError
 from overland.models.registry import model_config
 from overland.words import any_of
+from overland.world import sharing
 
 
 def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
@@ -28,6 +29,35 @@ def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
         # Builds with MPI are made by hand, so another machine's torch would lack it too.
         kind: ProblemKind = "invalid" if backend == "mpi" else "machine"
         yield Problem(lack, loaded.where(key), key, backend, kind=kind)
+
+
+def check_sharing(loaded: Loaded) -> Iterator[Problem]:
+    """Checks that ranks can share a device here; that they take turns on it is a note."""
+    config, value = loaded.config, loaded.config.comm.ranks_per_device
+    if value == 1:
+        return
+    import torch
+
+    def problem(message: str, kind: ProblemKind) -> Problem:
+        return Problem(message, loaded.where(sharing.KEY), sharing.KEY, value, kind=kind)
+
+    if config.comm.backend == "nvshmem":
+        yield problem("nvshmem needs a device for each rank; set comm.backend to nccl", "invalid")
+    if config.training.device == "cpu":
+        yield problem(
+            "only GPUs are shared, and training.device = cpu; NGPU sets the number of CPU ranks",
+            "invalid",
+        )
+    elif not torch.cuda.is_available():
+        yield problem(
+            "only GPUs are shared, and this machine has none visible; NGPU sets the number of CPU "
+            "ranks",
+            "machine",
+        )
+    elif torch.version.hip is not None:
+        yield problem("is untested on AMD GPUs; start one rank per device", "machine")
+    elif note := sharing.mps_note():
+        yield problem(note, "note")
 
 
 def check_algorithms(loaded: Loaded) -> Iterator[Problem]:

@@ -180,10 +180,10 @@ def devices_here(loaded: Loaded) -> tuple[int, str, list[str]]:
     if problem is None:
         how = "as `overland train` would use here; --world-size checks another number"
         return number, f"{number:,} × {device_name(loaded.config.training.device)} ({how})", []
+    here = number_of(num_local_ranks(loaded.config.comm.ranks_per_device), "device")
     note = (
-        f"`overland train` would refuse this config on the "
-        f"{number_of(num_local_ranks(), 'device')} of this machine ({problem}); checked for "
-        f"{number:,} instead (--world-size)"
+        f"`overland train` would refuse this config on the {here} of this machine ({problem}); "
+        f"checked for {number:,} instead (--world-size)"
     )
     return number, f"{number:,}", [note]
 

@@ -14,6 +14,10 @@ from overland.progress import progress_bar
 
 HELP = "Evidence: equal losses across layouts and resumes, exact data, intact checkpoints."
 
+Device = Annotated[
+    str, typer.Option(help="cpu, or cuda: over NCCL, with several ranks on a GPU if need be.")
+]
+
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -28,14 +32,15 @@ def layout(
     ] = "short",
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Steps to compare.", min=1)] = 20,
+    device: Device = "cpu",
     table: Annotated[
         Path | None,
         typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per layout.")] = False,
 ) -> None:
-    """Train a tiny model, or a custom one, under each layout on local CPU ranks and compare with
-    one process."""
+    """Train a tiny model, or a custom one, under each layout on local ranks and compare with one
+    process."""
     from overland.config.errors import ConfigError, Problem
     from overland.tools.proofs.evidence import Evidence
     from overland.tools.proofs.layout import (
@@ -52,6 +57,7 @@ def layout(
     if dtype not in TOLERANCES:
         message = f"expected {any_of(list(TOLERANCES))}"
         raise ConfigError([Problem(message, "command line", "--dtype", dtype)])
+    check_device(device)
     try:
         named = {"short": SHORT, "all": LAYOUTS, "five": FIVE_AXES}.get(layouts)
         chosen = named if named is not None else parse_all(layouts)
@@ -63,7 +69,7 @@ def layout(
     if is_own and layouts == "short":
         chosen = parse_all(OWN)
     evidence = Evidence(table, HEAD, keys=(0, 2))
-    pool = RankPool()
+    pool = RankPool(device)
     wrong = refused = 0
     if not as_json:
         print(f"{'layout':<44}{'ranks':>5}  {'loss':>8}  {'norm':>8}  {'held out':>8}  verdict")
@@ -89,6 +95,8 @@ def layout(
         pool.close()
     if not as_json:
         limits = f"{TOLERANCES[dtype]:g} (losses) and {NORM_TOLERANCES[dtype]:g} (gradient norm)"
+        if device == "cuda":
+            limits = "a few times what one rank differs from itself row by row"
         equal = len(todo) - wrong - refused
         print(f"\n{equal} of {len(todo)} layouts equal one process within {limits}.")
     if wrong:
@@ -102,6 +110,7 @@ def resume(
     layouts: Annotated[
         str, typer.Option(help="Names of layouts, tried in all ordered pairs; or dozen.")
     ] = "shard2+tied tp2+tied pp2+tied",
+    device: Device = "cpu",
     table: Annotated[
         Path | None,
         typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
@@ -115,6 +124,7 @@ def resume(
     from overland.tools.proofs.pool import RankPool
     from overland.tools.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
 
+    check_device(device)
     try:
         chosen = DOZEN if layouts == "dozen" else parse_all(layouts)
     except ValueError as error:
@@ -125,7 +135,7 @@ def resume(
 
     evidence = Evidence(table, HEAD, keys=(0, 1))
     todo = [(a, b) for a, b in pairs(chosen) if not evidence.holds(a.name, b.name)]
-    pool, wrong = RankPool(), 0
+    pool, wrong = RankPool(device), 0
     if not as_json:
         print(f"{'saved by':<28}{'resumed by':<28}{'loss':>8}  {'norm':>8}  verdict")
     try:
@@ -237,3 +247,21 @@ def sessions(
         print("  ".join(f"{cell:<9}" for cell in verdict.cells()), flush=True)
     if wrong:
         raise typer.Exit(1)
+
+
+def check_device(device: str) -> None:
+    from overland.config.errors import ConfigError, Problem
+
+    if device not in ("cpu", "cuda"):
+        message = "expected cpu or cuda"
+    elif device == "cuda" and not has_gpu():
+        message = "this machine has no GPU visible; leave it out to prove on CPU ranks"
+    else:
+        return
+    raise ConfigError([Problem(message, "command line", "--device", device)])
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -33,6 +33,12 @@ def train(
     skip_optimizer_before: Annotated[  # the spelling of earlier versions
         bool, typer.Option("--skip_optimizer", hidden=True)
     ] = False,
+    ranks_per_device: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks that share each GPU, to try a layout on few.", min=1, show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Train a model: overland train CONFIG [section.key=value ...]
 
@@ -52,6 +58,8 @@ def train(
     arguments += (
         ["checkpoint.skip_optimizer=true"] if skip_optimizer or skip_optimizer_before else []
     )
+    if ranks_per_device is not None:
+        arguments.append(f"comm.ranks_per_device={ranks_per_device}")
     world = find_world()
     if world is not None:
         export_world(world)
@@ -74,8 +82,11 @@ def train_here(
     from overland.world.launch import launch_local
     from overland.world.signals import LAUNCHED
 
-    num_ranks = world.size if world else ngpu(os.environ) or num_local_ranks()
-    loaded, notes = load_checked(source, arguments, world_size=num_ranks)
+    def ranks_here(config: JobConfig) -> int:
+        return ngpu(os.environ) or num_local_ranks(config.comm.ranks_per_device)
+
+    loaded, notes = load_checked(source, arguments, world_size=world.size if world else ranks_here)
+    num_ranks = world.size if world else ranks_here(loaded.config)
     printing = log_ranks(os.environ)
     if (world is None or world.is_first) and LAUNCHED not in os.environ:
         for note in [*loaded.notes_at_start(), *map(str, notes)]:

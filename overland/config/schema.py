@@ -687,6 +687,9 @@ class Comm(Section):
     """Timeout for all ranks to connect and take their first step."""
     train_timeout_seconds: Seconds = 100
     """Timeout of each collective after the first step."""
+    ranks_per_device: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of ranks that share a GPU, to try a layout on fewer devices than it is meant for:
+    they compute the same, slowly, and each may use its part of the memory."""
 
 
 class Health(Section):

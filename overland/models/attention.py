@@ -8,23 +8,20 @@ window, and if both belong to the same document:
     k_position <= q_position,   q_position - k_position < window,   q_document == k_document
 
 Positions here are places in the row, not rotary positions (which may restart with each document).
-Queries and keys carry their own, so that context parallelism can pass permuted queries of one rank
-with the gathered keys of all. The tokens of a document are adjacent and have the same number.
+Keys are those of the whole row; queries too, or those of some pieces of it, which is what a rank
+has under context parallelism. The tokens of a document are adjacent and have the same number.
 
 A mask has one of these forms: `causal` (nothing to store), `dense` (a bool per pair), `varlen` (run
 lengths, flash), `block` (flex attention's sparse blocks). Which backend computes which mask is
 decided when the mask is built, never per layer:
 
-| backend | device | plain causal | sliding window, documents | moved positions |
-|---|---|---|---|---|
-| `auto`  | any        | SDPA, any kernel     | GPU: varlen flash or flex; CPU: dense | see below |
-| `sdpa`  | any        | SDPA, any kernel     | SDPA with a dense bool mask           | dense   |
-| `cudnn` | CUDA       | SDPA pinned to cuDNN | refused                               | refused |
-| `flash` | CUDA, ROCm | SDPA pinned to flash | varlen flash (half precision)         | refused |
-| `flex`  | CUDA, ROCm | flex attention       | flex attention, sparse blocks         | flex    |
-
-Moved positions occur in context parallelism, where queries are in another order than keys. For them
-`auto` uses flex on GPUs and a dense mask elsewhere.
+| backend | device | plain causal | sliding window, documents, pieces of the row |
+|---|---|---|---|
+| `auto`  | any        | SDPA, any kernel     | GPU: varlen flash or flex; CPU: dense |
+| `sdpa`  | any        | SDPA, any kernel     | SDPA with a dense bool mask           |
+| `cudnn` | CUDA       | SDPA pinned to cuDNN | refused                               |
+| `flash` | CUDA, ROCm | SDPA pinned to flash | varlen flash (half precision)         |
+| `flex`  | CUDA, ROCm | flex attention       | flex attention, sparse blocks         |
 
 A backend that cannot compute a mask raises a ModelError; a mask is never weakened. All of them work
 under `torch.compile(fullgraph=True)` per layer.
@@ -33,7 +30,7 @@ under `torch.compile(fullgraph=True)` per layer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -96,24 +93,28 @@ def _dense(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor
 def _varlen(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    assert mask.run_starts_R is not None
-    batch, _, seq_len, _ = q_BHSd.shape
+    batch = q_BHSd.shape[0]
     # Flash counts the keys to the left of the query, so a window of 1 is 0 to the left.
     left = -1 if mask.window is None else mask.window - 1
     grouped: dict[str, Any] = {"enable_gqa": True} if mask.tell_gqa else {}
-    out_THd = varlen_attn(
-        q_BHSd.transpose(1, 2).flatten(0, 1),
-        k_BKSd.transpose(1, 2).flatten(0, 1),
-        v_BKSd.transpose(1, 2).flatten(0, 1),
-        mask.run_starts_R,
-        mask.run_starts_R,
-        seq_len,  # an upper bound: computing the longest run would wait for the device
-        seq_len,
-        window_size=(left, 0),
-        **grouped,
-    )
-    assert isinstance(out_THd, Tensor)
-    return out_THd.unflatten(0, (batch, seq_len)).transpose(1, 2)
+    outs, first = [], 0
+    for piece in mask.pieces:
+        num_queries, num_keys = piece.stop - piece.start, piece.stop
+        out_THd = varlen_attn(
+            q_BHSd[:, :, first : first + num_queries].transpose(1, 2).flatten(0, 1),
+            k_BKSd[:, :, :num_keys].transpose(1, 2).flatten(0, 1),
+            v_BKSd[:, :, :num_keys].transpose(1, 2).flatten(0, 1),
+            piece.q_starts_R,
+            piece.k_starts_R,
+            num_queries,  # upper bounds: computing the longest run would wait for the device
+            num_keys,
+            window_size=(left, 0),  # the last query of a run sees its last key
+            **grouped,
+        )
+        assert isinstance(out_THd, Tensor)
+        outs.append(out_THd.unflatten(0, (batch, num_queries)).transpose(1, 2))
+        first += num_queries
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
 def _block(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor:
@@ -143,12 +144,30 @@ _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Mask], Tensor]] = {
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Adjacent queries of a row, from `start` to `stop`, and the keys up to `stop` of each run.
+    Offsets are int32, into the flattened batch of these queries and of these keys."""
+
+    start: int
+    stop: int
+    q_starts_R: Tensor
+    k_starts_R: Tensor
+
+    @classmethod
+    def of(cls, start: int, stop: int, seq_len: int, run_starts_R: Tensor) -> Piece:
+        """Cuts the runs of whole rows. Those without a query here are empty."""
+        row_R, place_R = run_starts_R // seq_len, run_starts_R % seq_len
+        q_starts_R = row_R * (stop - start) + (place_R - start).clamp(0, stop - start)
+        return cls(start, stop, q_starts_R, row_R * stop + place_R.clamp(max=stop))
+
+
+@dataclass(frozen=True)
 class Mask:
     form: str  # causal | dense | varlen | block
     kernels: tuple[str, ...] = ()  # SDPA kernels, best first, that may compute `causal`
     window: int | None = None
     visible_BQK: Tensor | None = None  # dense: True where visible; B is 1 if rows are alike
-    run_starts_R: Tensor | None = None  # varlen: int32 offsets into the flattened batch
+    pieces: tuple[Piece, ...] = ()  # varlen: one after the other, all queries
     tell_gqa: bool = False  # varlen: torch after 2.11 must be told about grouped heads
     block_mask: Any = None  # block
 
@@ -181,43 +200,49 @@ def build_mask(
     device: torch.device,
     dtype: torch.dtype,
     window: int | None = None,
-    q_documents_BQ: Tensor | None = None,
-    k_documents_BK: Tensor | None = None,
-    q_positions_BQ: Tensor | None = None,
-    k_positions_BK: Tensor | None = None,
+    documents_BS: Tensor | None = None,
+    pieces: Sequence[tuple[int, int]] | None = None,
 ) -> Mask:
     """Builds a mask in the form that the backend computes; raises a ModelError if it cannot.
 
-    Without positions, queries and keys are the same `seq_len` positions in order. Otherwise both
-    positions must be given ([B, Q] and [B, K], or [1, Q] and [1, K] if all rows are alike).
+    Args:
+        attention: The backend.
+        batch: Number of rows.
+        seq_len: Length of the rows, all of whose keys are given.
+        device: Where queries and keys are.
+        dtype: Their type.
+        window: How many keys a query sees at most.
+        documents_BS: The document of each token of the rows.
+        pieces: Start and stop of each part of the rows whose queries are given; None: all of them.
     """
-    if window is not None and q_positions_BQ is None and window >= seq_len:
+    if window is not None and window >= seq_len:
         window = None
-    if k_documents_BK is None and k_positions_BK is None:
-        k_documents_BK = q_documents_BQ
     form = choose_form(
         attention,
         device,
         dtype,
         window=window,
-        documents=q_documents_BQ is not None,
-        moved=q_positions_BQ is not None,
+        documents=documents_BS is not None,
+        moved=pieces is not None,
     )
     if form == "causal":
         return Mask(form, kernels=CAUSAL_KERNELS[attention])
+    pieces = pieces or [(0, seq_len)]
     if form == "varlen":
-        if q_documents_BQ is None:
+        if documents_BS is None:
             run_starts_R = torch.arange(batch + 1, device=device, dtype=torch.int32) * seq_len
         else:
-            run_starts_R = run_starts(q_documents_BQ)
+            run_starts_R = run_starts(documents_BS)
+        cut = tuple(Piece.of(start, stop, seq_len, run_starts_R) for start, stop in pieces)
         # Checked here and not at the call: torch.compile cannot trace signatures.
-        tell_gqa = "enable_gqa" in varlen_parameters()
-        return Mask(form, window=window, run_starts_R=run_starts_R, tell_gqa=tell_gqa)
+        return Mask(form, window=window, pieces=cut, tell_gqa="enable_gqa" in varlen_parameters())
 
-    if q_positions_BQ is None or k_positions_BK is None:
-        assert q_positions_BQ is k_positions_BK, "give both positions or none"
-        q_positions_BQ = k_positions_BK = torch.arange(seq_len, device=device)[None]
-    sides = (q_positions_BQ, k_positions_BK, q_documents_BQ, k_documents_BK)
+    keys_1K = torch.arange(seq_len, device=device)[None]
+    queries_1Q = torch.cat([keys_1K[:, start:stop] for start, stop in pieces], dim=1)
+    q_documents_BQ = None
+    if documents_BS is not None:
+        q_documents_BQ = torch.cat([documents_BS[:, start:stop] for start, stop in pieces], dim=1)
+    sides = (queries_1Q, keys_1K, q_documents_BQ, documents_BS)
     if form == "block":
         return Mask(form, window=window, block_mask=_block_mask(*sides, window, batch))
     return Mask(form, window=window, visible_BQK=visible_keys(*sides, window))
@@ -353,27 +378,22 @@ def choose_form(
     plain = window is None and not documents and not moved
     if plain:
         return "causal"
-    asked = "documents" if documents else "a sliding window" if window else "moved positions"
+    asked = "documents" if documents else "a sliding window" if window else "pieces of a row"
     if attention == "cudnn":
         raise ModelError(
             f"attention backend 'cudnn' cannot mask {asked}; use 'auto', 'flash', 'flex' or 'sdpa'"
         )
     if attention == "flash":
-        if moved:
-            raise ModelError(
-                "attention backend 'flash' cannot compute moved positions (context parallel); "
-                "use 'auto', 'flex' or 'sdpa'"
-            )
         if "window_size" not in varlen_parameters():
             raise ModelError(
                 f"attention backend 'flash' cannot mask {asked}: torch {torch.__version__} has no "
                 "torch.nn.attention.varlen with windows; use 'flex' or 'sdpa'"
             )
         return "varlen"
-    if attention == "sdpa" or not on_gpu:
+    if attention == "sdpa" or not on_gpu or dtype == torch.float64:
         return "dense"
     # varlen flash has not been tested on ROCm; flex uses Triton there.
-    if moved or dtype not in HALF or torch.version.hip:
+    if dtype not in HALF or torch.version.hip:
         return "block"
     return "varlen" if "window_size" in varlen_parameters() else "block"
 

@@ -17,9 +17,11 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from overland.config.schema import Comm
 from overland.parallel.mesh import Mesh
 from overland.world import World
+from overland.world.devices import device_identity
 from overland.world.exchange import all_gather, broadcast, greet, part
 from overland.world.rendezvous import open_store
 from overland.world.secret import secret_of
+from overland.world.sharing import require_own_device, share_devices
 
 T = TypeVar("T")
 
@@ -27,10 +29,7 @@ T = TypeVar("T")
 @contextmanager
 def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.device]:
     """Joins the process group and yields this rank's device; leaves the group at the end."""
-    device = torch.device("cpu")
-    if device_type == "cuda":  # a rank that sees only one device uses that one
-        device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = own_device(comm.ranks_per_device, world, device_type)
     if comm.backend == "nvshmem":
         symmetric_memory.set_backend("NVSHMEM")
     alone = world.size == 1  # no port to open
@@ -46,12 +45,27 @@ def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.
     try:
         if not alone:
             greet(secret_of())
+        if device.type == "cuda" and not alone:
+            require_own_device(all_gather(device_identity(device)), comm.ranks_per_device)
         yield device
     finally:
         part()
         dist.destroy_process_group()
         if alone:  # torch has replaced it by one that begins each line with [rank0]:
             sys.excepthook = shows_errors
+
+
+def own_device(ranks_per_device: int, world: World, device_type: str) -> torch.device:
+    """Returns this rank's device, and makes it the current one. To be called before NCCL is."""
+    if device_type != "cuda":
+        return torch.device("cpu")
+    # A rank that sees only one device uses that one.
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    if ranks_per_device > 1:
+        share_devices(world)
+        torch.cuda.set_per_process_memory_fraction(1 / ranks_per_device)
+    return device
 
 
 def warm_up(mesh: Mesh) -> None:

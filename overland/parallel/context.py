@@ -34,11 +34,16 @@ def share_of_rows(batch: Batch, mesh: Mesh) -> Batch:
     return whole.at_places(lambda seq_len: places_of_rank(seq_len, cp.get_local_rank(), cp.size()))
 
 
-def places_of_rank(seq_len: int, rank: int, size: int) -> Tensor:
-    """Returns the positions in the row that a rank holds: its head piece, then its tail piece."""
+def pieces_of_rank(seq_len: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """Returns start and stop of the pieces of the row that a rank holds: its head, then its
+    tail."""
     piece = seq_len // (2 * size)
-    head, tail = rank * piece, (2 * size - 1 - rank) * piece
-    return torch.cat((torch.arange(head, head + piece), torch.arange(tail, tail + piece)))
+    return [(number * piece, (number + 1) * piece) for number in (rank, 2 * size - 1 - rank)]
+
+
+def places_of_rank(seq_len: int, rank: int, size: int) -> Tensor:
+    """Returns the positions in the row that a rank holds."""
+    return torch.cat([torch.arange(*piece) for piece in pieces_of_rank(seq_len, rank, size)])
 
 
 def row_order(seq_len: int, size: int) -> Tensor:

@@ -14,6 +14,7 @@ from overland.config.schema import JobConfig
 from overland.kernels import has_triton
 from overland.parallel.comm import from_first_rank
 from overland.training.memory import can_estimate, least_recompute
+from overland.world.devices import device_memory
 
 WORDS = {
     "none": "nothing is recomputed",
@@ -61,7 +62,7 @@ def choose_recompute(
     if device.type != "cuda" or not can_estimate(architecture):
         return "none", ""
     # All ranks must agree: collectives inside a block are recomputed with it.
-    device_bytes = from_first_rank(torch.cuda.get_device_properties(device).total_memory)
+    device_bytes = from_first_rank(device_memory(device))
     kernels = torch.version.hip is None
     mode, memory = least_recompute(architecture, config, degrees, device_bytes, compiled, kernels)
     peak, there = memory.peak / 2**30, device_bytes / 2**30

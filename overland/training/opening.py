@@ -19,7 +19,7 @@ from overland.training.readme import model_name, parameters_in_words, strategy_i
 from overland.training.sessions import precision_of
 from overland.words import number_of
 from overland.world import World
-from overland.world.devices import device_name
+from overland.world.devices import device_memory, device_name
 
 MOST_NAMES = 4
 
@@ -116,7 +116,7 @@ def memory_in_words(
         return "no estimate: the model's config does not define activations"
     peak = estimate(config, architecture, degrees, device).peak
     if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
+        there = device_memory(device)
         return f"about {peak / GIB:.1f} of {there / GIB:.1f} GiB per device (estimate)"
     return f"about {binary_size(peak)} per rank for the tensors of a step (estimate)"
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tomllib
 from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 CPU_RANKS = 2  # without accelerators: enough to make every run distributed
 
 
-def num_local_ranks() -> int:
-    """Returns the number of ranks: one per accelerator, or a few on the CPU if there is none."""
+def num_local_ranks(per_device: int = 1) -> int:
+    """Returns the number of ranks: one per accelerator, or as many as share one, or a few on the
+    CPU if there is none."""
     if not may_have_accelerator():
         return min(CPU_RANKS, os.cpu_count() or 1)
     import torch
 
-    return torch.accelerator.device_count() or min(CPU_RANKS, os.cpu_count() or 1)
+    return torch.accelerator.device_count() * per_device or min(CPU_RANKS, os.cpu_count() or 1)
 
 
 def may_have_accelerator() -> bool:
@@ -63,6 +68,21 @@ def peak_flops(device: str, dtype: str = "bfloat16") -> float | None:
         if any(word.lower() in device.lower() for word in entry["match"]):
             return entry[rate] * 1e12 if rate in entry else None
     return None
+
+
+def device_memory(device: torch.device) -> int:
+    """Returns the bytes of a GPU that this rank may use: all, or a part if ranks share it."""
+    import torch
+
+    whole = torch.cuda.get_device_properties(device).total_memory
+    return int(whole * torch.cuda.get_per_process_memory_fraction(device))
+
+
+def device_identity(device: torch.device) -> str:
+    """Returns words that no other GPU of any machine has."""
+    import torch
+
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def memory_in_use(wanted: str = "auto") -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 from overland.models import DecoderConfig, ModelError, build_model
+from overland.models import attention as attention_module
 from overland.models.attention import (
     FEWEST_RUNS,
     Attention,
@@ -48,9 +51,7 @@ def test_mask_equals_the_definition_pair_by_pair(window: int | None, documents: 
                 same = not documents or numbers_BS[b, i] == numbers_BS[b, j]
                 seen_BQK[b, i, j] = near and bool(same)
     q, k, v = inputs()
-    mask = build_mask(
-        "auto", BATCH, SEQ, CPU, q.dtype, window, q_documents_BQ=numbers_BS if documents else None
-    )
+    mask = build_mask("auto", BATCH, SEQ, CPU, q.dtype, window, numbers_BS if documents else None)
     assert mask.form == ("dense" if documents or (window or SEQ) < SEQ else "causal")
     torch.testing.assert_close(
         Attention()(q, k, v, mask), by_hand(q, k, v, seen_BQK), atol=1e-12, rtol=0
@@ -63,19 +64,47 @@ def test_queries_with_their_own_positions_see_what_they_saw_in_order() -> None:
     documents_BS = (torch.arange(SEQ) // 9).expand(BATCH, SEQ)
     whole = Attention()(q, k, v, build_mask("sdpa", BATCH, SEQ, CPU, q.dtype, 6, documents_BS))
     places_Q = torch.tensor([3, 4, 5, 18, 19, 20])
-    part = build_mask(
-        "sdpa",
-        BATCH,
-        len(places_Q),
-        CPU,
-        q.dtype,
-        window=6,
-        q_documents_BQ=documents_BS[:, places_Q],
-        k_documents_BK=documents_BS,
-        q_positions_BQ=places_Q[None],
-        k_positions_BK=torch.arange(SEQ)[None],
-    )
+    pieces = [(3, 6), (18, 21)]
+    part = build_mask("sdpa", BATCH, SEQ, CPU, q.dtype, 6, documents_BS, pieces)
     torch.testing.assert_close(Attention()(q[:, :, places_Q], k, v, part), whole[:, :, places_Q])
+
+
+def flash_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, longest_q: int,
+    longest_k: int, window_size: tuple[int, int], **_: object,
+) -> Tensor:  # fmt: skip
+    """What flash attention documents: the last query of a run is at the place of its last key."""
+    out = torch.zeros_like(q)
+    pairs = zip(q_starts.tolist(), k_starts.tolist(), strict=True)
+    for (q0, k0), (q1, k1) in itertools.pairwise(pairs):
+        assert q1 - q0 <= longest_q
+        assert k1 - k0 <= longest_k
+        places_q, places_k = torch.arange(k1 - k0 - (q1 - q0), k1 - k0), torch.arange(k1 - k0)
+        away = places_q[:, None] - places_k
+        seen = (away >= 0) & ((window_size[0] < 0) | (away <= window_size[0]))
+        rows = (x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        out[q0:q1] = by_hand(*rows, seen[None])[0].transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("pieces", [None, [(4, 8), (16, 20)], [(0, 4), (20, 24)], [(8, 12)]])
+def test_flash_sees_in_pieces_of_a_row_what_a_dense_mask_sees(
+    pieces: list[tuple[int, int]] | None, documents: bool, window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(varlen, "varlen_attn", flash_by_hand)
+    q, k, v = inputs()
+    if pieces:
+        q = torch.cat([q[:, :, start:stop] for start, stop in pieces], dim=2)
+    numbers_BS = torch.tensor([[0] * 7 + [1] * 10 + [2] * 7, [4] * 20 + [5] * 4])
+    more = (window, numbers_BS if documents else None, pieces)
+    dense = build_mask("sdpa", BATCH, SEQ, CPU, q.dtype, *more)
+    monkeypatch.setattr(attention_module, "choose_form", lambda *_, **__: "varlen")
+    flash = build_mask("flash", BATCH, SEQ, CPU, q.dtype, *more)
+    torch.testing.assert_close(Attention()(q, k, v, flash), Attention()(q, k, v, dense))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
@@ -122,7 +151,7 @@ def test_visible_has_no_row_without_a_key() -> None:
         ("flash", CUDA, torch.float32, {}, "computes in float16 or bfloat16"),
         ("cudnn", CUDA, torch.bfloat16, {"documents": True}, "'cudnn' cannot mask documents"),
         ("cudnn", CUDA, torch.bfloat16, {"window": 4}, "'cudnn' cannot mask a sliding window"),
-        ("flash", CUDA, torch.bfloat16, {"moved": True}, "cannot compute moved positions"),
+        ("cudnn", CUDA, torch.bfloat16, {"moved": True}, "cannot mask pieces of a row"),
     ],
 )
 def test_backend_that_cannot_do_it_says_so(

@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -42,7 +41,7 @@ from overland.models.nf4 import NF4Linear, NF4LoRALinear
 from overland.models.sizes import ROLES
 from overland.models.sparse import SparseLinear
 from overland.models.structure import find_module, inside
-from overland.parallel.context import ContextAttention, gather_row, places_of_rank
+from overland.parallel.context import ContextAttention, gather_row, pieces_of_rank
 from overland.parallel.tensor import (
     ROWS,
     SplitFloat8Linear,
@@ -277,25 +276,14 @@ class ContextMasks(Masks):
     def forward(
         self, x_BSD: Tensor, seq_len: int, documents_BS: Tensor | None
     ) -> dict[int | None, Mask]:
-        device, size = x_BSD.device, self.cp.size()
+        batch, dtype, size = x_BSD.shape[0], compute_dtype(x_BSD), self.cp.size()
         whole_len = seq_len * size
-        queries_1Q = places_of_rank(whole_len, self.cp.get_local_rank(), size).to(device)[None]
-        keys_1K = torch.arange(whole_len, device=device)[None]
-        k_documents_BK = None
         if documents_BS is not None:
-            k_documents_BK = gather_row(documents_BS[:, None, :, None], self.cp)[:, 0, :, 0]
+            documents_BS = gather_row(documents_BS[:, None, :, None], self.cp)[:, 0, :, 0]
+        pieces = pieces_of_rank(whole_len, self.cp.get_local_rank(), size)
         return {
             window: build_mask(
-                self.attention,
-                x_BSD.shape[0],
-                seq_len,
-                device,
-                compute_dtype(x_BSD),
-                window,
-                documents_BS,
-                k_documents_BK,
-                queries_1Q,
-                keys_1K,
+                self.attention, batch, whole_len, x_BSD.device, dtype, window, documents_BS, pieces
             )
             for window in self.windows
         }

@@ -12,10 +12,11 @@ import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from string import ascii_letters
-from typing import Any
+from typing import Any, NamedTuple
 
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError, Problem
@@ -24,9 +25,10 @@ from overland.config.schema import JobConfig
 from overland.models.flops import sample_fields
 from overland.models.registry import model_config, own_model_name
 from overland.objectives.registry import AUTO
-from overland.tools.proofs.layouts import KINDS, PAIRS, WAYS, ProofLayout, Sections
+from overland.tools.proofs.layouts import KINDS, PAIRS, ROW_BY_ROW, WAYS, ProofLayout, Sections
 from overland.tools.proofs.pool import RankPool
 from overland.world import World
+from overland.world.devices import device_type
 
 # Largest relative differences in the loss and in the gradient norm that pass. Only float64 is a
 # proof. In bfloat16, twenty steps on random tokens drift apart by up to 1.3e-2 in the loss
@@ -34,6 +36,8 @@ from overland.world import World
 # by then the norm, a sum of nearly cancelling terms, differs arbitrarily.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 NORM_TOLERANCES = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
+FLOORS = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-3}
+SPREADS = 4
 STEPS = 20
 ROWS = 8
 SEQ_LEN = 32
@@ -75,6 +79,24 @@ TINY: dict[str, Any] = {
 }
 
 
+# On a GPU: sizes that its own kernels take.
+LARGER: dict[str, Any] = {
+    **TINY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+
+
+class Bounds(NamedTuple):
+    """The largest relative differences that pass."""
+
+    loss: float
+    norm: float
+
+
 @dataclass(frozen=True)
 class LayoutVerdict:
     layout: str
@@ -83,14 +105,15 @@ class LayoutVerdict:
     loss_difference: float
     norm_difference: float
     validation_difference: float
+    bounds: Bounds
     error: str = ""
 
     @property
     def is_equal(self) -> bool:
         return (
             not self.error
-            and max(self.loss_difference, self.validation_difference) <= TOLERANCES[self.dtype]
-            and self.norm_difference <= NORM_TOLERANCES[self.dtype]
+            and max(self.loss_difference, self.validation_difference) <= self.bounds.loss
+            and self.norm_difference <= self.bounds.norm
         )
 
     @property
@@ -99,14 +122,14 @@ class LayoutVerdict:
         return self.error.startswith(("overland.errors.ModelError", "overland.errors.Objective"))
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "equal": self.is_equal}
+        return {**asdict(self), "bounds": self.bounds._asdict(), "equal": self.is_equal}
 
     def cells(self) -> list[str]:
         """A row of the table."""
         return [
             f"`{self.layout}`",
             str(self.ranks),
-            f"{self.dtype} (≤ {TOLERANCES[self.dtype]:g}, {NORM_TOLERANCES[self.dtype]:g})",
+            f"{self.dtype} (≤ {self.bounds.loss:.2g}, {self.bounds.norm:.2g})",
             f"{self.loss_difference:.1e}",
             f"{self.norm_difference:.1e}",
             f"{self.validation_difference:.1e}",
@@ -115,7 +138,8 @@ class LayoutVerdict:
 
 
 Curve = list[tuple[float, ...]]
-References = dict[tuple[str, ...], tuple[Curve, Curve]]
+Curves = tuple[Curve, Curve]
+References = dict[tuple[str, ...], tuple[Curves, Bounds]]
 
 
 def prove_layouts(
@@ -132,18 +156,31 @@ def prove_layouts(
     for layout in layouts:
         with tempfile.TemporaryDirectory() as folder:
             validated = {"validation": held_out_data(Path(folder)), **(settings or {})}
+            job_of = partial(
+                proof_job,
+                kinds=layout.kinds,
+                dtype=dtype,
+                steps=steps,
+                folder=Path(folder),
+                settings=validated,
+                device=pool.device_type,
+            )
             if layout.kinds not in references:
-                job = proof_job(None, layout.kinds, dtype, steps, Path(folder), validated)
-                references[layout.kinds] = pool.run(1, curves, job)[0]
-            job = proof_job(layout, layout.kinds, dtype, steps, Path(folder), validated)
+                alone = pool.run(1, curves, job_of(None))[0]
+                bounds = Bounds(TOLERANCES[dtype], NORM_TOLERANCES[dtype])
+                if pool.device_type == "cuda":
+                    by_row = pool.run(1, curves, job_of(ROW_BY_ROW))[0]
+                    bounds = spread_bounds(by_row, alone, dtype)
+                references[layout.kinds] = alone, bounds
+            (steps_alone, held_out_alone), bounds = references[layout.kinds]
             try:
-                found = pool.run(layout.num_ranks, curves, job, num_nodes=layout.num_nodes)
+                nodes = layout.num_nodes
+                found = pool.run(layout.num_ranks, curves, job_of(layout), num_nodes=nodes)
             except AssertionError as error:
                 yield LayoutVerdict(
-                    layout.name, layout.num_ranks, dtype, 1.0, 1.0, 1.0, last_line(error)
+                    layout.name, layout.num_ranks, dtype, 1.0, 1.0, 1.0, bounds, last_line(error)
                 )
                 continue
-        steps_alone, held_out_alone = references[layout.kinds]
         yield LayoutVerdict(
             layout.name,
             layout.num_ranks,
@@ -151,10 +188,19 @@ def prove_layouts(
             max(difference(got, steps_alone, 0) for got, _ in found),
             max(difference(got, steps_alone, 1) for got, _ in found),
             max(difference(got, held_out_alone, 0) for _, got in found),
+            bounds,
         )
 
 
-def curves(world: World, config: JobConfig) -> tuple[Curve, Curve]:
+def spread_bounds(other: Curves, alone: Curves, dtype: str) -> Bounds:
+    """Returns bounds for a GPU, whose kernels round by the shape of what they multiply: a few times
+    what one rank differs from itself when it computes row by row."""
+    loss = max(difference(other[0], alone[0], 0), difference(other[1], alone[1], 0))
+    norm = difference(other[0], alone[0], 1)
+    return Bounds(*(max(FLOORS[dtype], SPREADS * spread) for spread in (loss, norm)))
+
+
+def curves(world: World, config: JobConfig) -> Curves:
     """Returns the loss and gradient norm of every step, and the loss of every validation, on this
     rank."""
     import torch
@@ -175,7 +221,11 @@ def curves(world: World, config: JobConfig) -> tuple[Curve, Curve]:
             validations.append((record["validation_loss"],))
 
     import_custom(config)
-    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    kind = device_type(config.training.device)
+    device = (
+        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )
+    run = build_run(config, world, device, log_ranks=())
     run.callbacks = [Recorder(run)]
     train(run)
     return steps, validations
@@ -246,6 +296,7 @@ def proof_job(
     steps: int,
     folder: Path,
     settings: Sections | None = None,
+    device: str = "cpu",
 ) -> JobConfig:
     wide = "float64" if dtype == "float64" else "float32"
     job: Sections = {
@@ -259,7 +310,9 @@ def proof_job(
             "dtype": wide,
             "mixed_precision_param": dtype,
             "mixed_precision_reduce": wide,
+            "device": "cpu" if device == "cpu" else "auto",
         },
+        "compile": {"enable": False},
         "optimizer": {"lr": 1e-2},
         "lr_scheduler": {"warmup_steps": 4},
         "metrics": {"log_freq": 1, "enable_tensorboard": False},
@@ -272,6 +325,8 @@ def proof_job(
         _merge(job, {"training": {"local_batch_size": ROWS // data_parallel}})
         for change in [WAYS[way] for way in layout.ways]:
             _merge(job, change)
+        if device == "cuda" and "compile" in layout.ways:
+            _merge(job, {"compile": {"backend": "inductor"}})
         degrees = layout.parallelism
         if "sharding_stage" in job.get("parallelism", {}):  # derives the data-parallel degrees
             degrees = {key: n for key, n in degrees.items() if not key.startswith("data_parallel")}
@@ -284,7 +339,13 @@ def proof_job(
         raise ConfigError([Problem(message, "command line", "--layouts")])
     more = {key: value for name in ("freeze", "sparse", "transforms", "assets")
             for key, value in job.pop(name, {}).items()}  # fmt: skip
-    job["model"] = {**(own or {"config": str(_model_file(folder, changes))}), **more}
+    job["model"] = {
+        **(
+            own
+            or {"config": str(_model_file(folder, (TINY if device == "cpu" else LARGER) | changes))}
+        ),
+        **more,
+    }
     return JobConfig.model_validate(job)
 
 
@@ -318,10 +379,10 @@ def _own_sections(config: JobConfig, architecture: Any) -> Sections:
     return found
 
 
-def _model_file(folder: Path, changes: dict[str, Any]) -> Path:
+def _model_file(folder: Path, model: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"
-    path.write_text(json.dumps(TINY | changes))
+    path.write_text(json.dumps(model))
     return path
 
 

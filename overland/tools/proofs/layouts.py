@@ -80,6 +80,12 @@ KINDS: dict[str, Sections] = {
     "dpocopy": {**PAIRS, "preference": {"loss": "dpo"}},
     "orpo": {**PAIRS, "preference": {"loss": "orpo"}},
     "sparse": {"sparse": {"sparse": {"refresh": 3, "exclude": ["k_proj"]}}},
+    "vit": {
+        "own": {"name": "vit_mae", "flavor": "debug"},
+        "training": {"dataset": "shapes"},
+        "validation": {"dataset": "shapes_heldout", "dataset_path": None, "steps": 2},
+    },
+    "float8": {"training": {"float8": "tensorwise"}},
     "frozenstage": {"freeze": {"freeze": ["*embed_tokens*", "model.layers.[012].*"]}},
 }
 
@@ -132,6 +138,8 @@ def parse(name: str) -> ProofLayout:
 def parse_all(text: str) -> list[ProofLayout]:
     return [parse(name) for name in text.split()]
 
+
+ROW_BY_ROW = parse("shard1:accumulate")
 
 # Every axis, stage and schedule, the pairs of axes whose code interacts, and every kind of training
 # at least once, in minutes on two cores: what `make test` runs. Frozen parameters in a pipeline are

@@ -2,7 +2,7 @@
 
 Importing torch takes seconds, so the processes live as long as the pool, and all are forked from
 one that has imported it. Each call joins them into a new world of the requested size, with gloo on
-the CPU.
+the CPU, or with NCCL on the GPUs of this machine, which they share if there are too few.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def clean_processes() -> mp.context.ForkServerContext:
 
 
 class RankPool:
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
+        self.device_type = device_type
         self._context = clean_processes()
         self._ranks: list[tuple[mp.process.BaseProcess, Connection]] = []
 
@@ -67,7 +68,7 @@ class RankPool:
 
     def _start(self) -> tuple[mp.process.BaseProcess, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, self.device_type), daemon=True)
         process.start()
         return process, ours
 
@@ -80,11 +81,12 @@ def _answer(pipe: Connection, seconds: float) -> tuple[bool, Any]:
         return False, "the process is gone"
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, device_type: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
+    from overland.parallel.comm import backend_string, own_device
     from overland.parallel.mesh import forget_meshes
 
     torch.set_num_threads(1)
@@ -93,7 +95,10 @@ def _serve(pipe: Connection) -> None:
             os.chdir(pipe.recv())  # the folder that the caller is in now
             function, world, meeting_point, args = pipe.recv()
             store = dist.FileStore(meeting_point, world.size)
-            dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+            devices = torch.cuda.device_count() if device_type == "cuda" else world.size
+            own_device(-(-world.size // devices), world, device_type)
+            backend = backend_string("auto", device_type)
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
             try:
                 pipe.send((True, function(world, *args)))
             finally:

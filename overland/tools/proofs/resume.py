@@ -86,10 +86,10 @@ def prove_resumes(
         alone: dict[tuple[str, ...], Curve] = {}
         for before in {before.name: before for before, _ in wanted}.values():
             if before.kinds not in alone:
-                job = _job(None, before.kinds, STEPS, root / "alone", save=False)
+                job = _job(None, before.kinds, STEPS, root / "alone", pool.device_type, save=False)
                 alone[before.kinds] = pool.run(1, curve, job)[0]
             saved = root / "saved"
-            _run(pool, before, _job(before, before.kinds, SAVED_AT, saved))
+            _run(pool, before, _job(before, before.kinds, SAVED_AT, saved, pool.device_type))
             for after in [after for first, after in wanted if first == before]:
                 yield _resume(pool, before, after, saved, root / "resumed", alone[before.kinds])
             shutil.rmtree(saved)
@@ -100,10 +100,12 @@ def _resume(
 ) -> Resumed:
     shutil.copytree(saved, folder, symlinks=True)
     try:
-        curves = _run(pool, after, _job(after, before.kinds, STEPS, folder))
+        curves = _run(pool, after, _job(after, before.kinds, STEPS, folder, pool.device_type))
         same_bits = None
         if before == after:
-            unbroken = _run(pool, after, _job(after, after.kinds, STEPS, folder, save=False))
+            unbroken = _run(
+                pool, after, _job(after, after.kinds, STEPS, folder, pool.device_type, save=False)
+            )
             same_bits = curves == [whole[SAVED_AT:] for whole in unbroken]
     except AssertionError as error:
         return Resumed(before.name, after.name, 1.0, 1.0, error=last_line(error))
@@ -124,9 +126,15 @@ def _run(pool: RankPool, layout: ProofLayout, job: JobConfig) -> list[Curve]:
 
 
 def _job(
-    layout: ProofLayout | None, kinds: tuple[str, ...], steps: int, folder: Path, save: bool = True
+    layout: ProofLayout | None,
+    kinds: tuple[str, ...],
+    steps: int,
+    folder: Path,
+    device: str,
+    save: bool = True,
 ) -> JobConfig:
-    config = proof_job(layout, kinds, "float64", steps, folder)
+    exact = {"debug": {"deterministic": device == "cuda"}}
+    config = proof_job(layout, kinds, "float64", steps, folder, exact, device)
     checkpoint = config.checkpoint.model_copy(update={"enable": save})
     schedule = config.lr_scheduler.model_copy(update={"total_steps": STEPS})
     return config.model_copy(update={"checkpoint": checkpoint, "lr_scheduler": schedule})
