@@ -46,10 +46,11 @@ def places_of_rank(seq_len: int, rank: int, size: int) -> Tensor:
     return torch.cat([torch.arange(*piece) for piece in pieces_of_rank(seq_len, rank, size)])
 
 
-def row_order(seq_len: int, size: int) -> Tensor:
-    """Returns where each position of the row is among the gathered shares."""
-    gathered = torch.cat([places_of_rank(seq_len, rank, size) for rank in range(size)])
-    return torch.argsort(gathered)
+def in_row_order(shares_BKSd: Tensor, size: int) -> Tensor:
+    """Puts the shares of all ranks, one after the other in dim 2, into the order of the row: all
+    heads, then all tails, the last rank's first."""
+    head_BKnsd, tail_BKnsd = shares_BKSd.unflatten(2, (size, 2, -1)).unbind(3)
+    return torch.cat((head_BKnsd, tail_BKnsd.flip(2)), dim=2).flatten(2, 3)
 
 
 class ContextAttention(nn.Module):
@@ -67,6 +68,4 @@ class ContextAttention(nn.Module):
 def gather_row(x_BKSd: Tensor, cp: DeviceMesh) -> Tensor:
     """Returns the shares of all ranks (dim 2) in the order of the row."""
     group: dist.ProcessGroup = cp.get_group()
-    gathered = gather_with_gradient(x_BKSd.contiguous(), 2, group)
-    order = row_order(gathered.shape[2], cp.size()).to(gathered.device)
-    return gathered.index_select(2, order)
+    return in_row_order(gather_with_gradient(x_BKSd.contiguous(), 2, group), cp.size())
