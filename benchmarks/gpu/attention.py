@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.attention import Attention, Mask, build_mask
-from overland.models.init import fill_normal, init_weights
+from overland.models.init import Normal, fill_random, init_weights
 from overland.models.loss import chunked_cross_entropy
 from overland.parallel.context import pieces_of_rank
 
@@ -193,10 +193,10 @@ def check_pieces() -> None:
 def check_loss_and_init() -> None:
     on_cpu, on_gpu = torch.empty(3000, 1000), torch.empty(3000, 1000, device=GPU)
     for tensor in (on_cpu, on_gpu):
-        fill_normal(tensor, 0, "w", 0.02, (0, 0), tensor.shape)
+        fill_random(tensor, 0, Normal(0.02, "w"), (0, 0), tensor.shape)
     print(f"init: {(on_gpu.cpu() != on_cpu).sum().item()} of {on_cpu.numel()} differ CPU/GPU")
     big = torch.empty(128256, 4096, device=GPU, dtype=torch.bfloat16)
-    took = seconds(lambda: fill_normal(big, 0, "w", 0.02, (0, 0), big.shape), 2)
+    took = seconds(lambda: fill_random(big, 0, Normal(0.02, "w"), (0, 0), big.shape), 2)
     print(f"init: {big.numel() / took / 1e9:.1f} G elements/s")
 
     hidden = torch.randn(1, 8192, 4096, device=GPU, dtype=torch.bfloat16, requires_grad=True)
