@@ -1,0 +1,60 @@
+"""Several ranks on one GPU. That they train as ranks on several do is proven on a GPU
+(`overland prove layout --device cuda`); here, what they are told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from overland.checks import load_checked
+from overland.config.errors import ConfigError
+from overland.errors import TrainingError
+from overland.world import World, devices
+from overland.world.sharing import KEY, mps_note, require_own_device, share_devices
+
+
+def test_each_rank_is_a_host_of_its_own_to_nccl() -> None:
+    env = {"NCCL_NET": "IB"}  # somebody's own choice stays
+    share_devices(World(3, 4, 3, 4), env)
+    assert env == {"NCCL_HOSTID": "rank3", "NCCL_NET": "IB", "NCCL_SOCKET_IFNAME": "lo"}
+    env = {}
+    share_devices(World(3, 4, 1, 2), env)  # two nodes, which the loopback does not connect
+    assert env == {"NCCL_HOSTID": "rank3", "NCCL_NET": "Socket"}
+
+
+def test_ranks_that_share_a_device_unasked_are_told_the_key() -> None:
+    require_own_device(["a 0", "a 1", "b 0", "b 1"], 1)
+    require_own_device(["a 0", "a 0", "a 1", "a 1"], 2)
+    with pytest.raises(TrainingError, match=rf"2 ranks \(0, 2\) .* {KEY}=2"):
+        require_own_device(["a 0", "a 1", "a 0", "a 1"], 1)
+
+
+def test_a_machine_has_as_many_ranks_as_share_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "may_have_accelerator", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert devices.num_local_ranks() == 2
+    assert devices.num_local_ranks(4) == 8
+
+
+def test_a_rank_plans_with_its_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: whole)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25)
+    assert devices.device_memory(torch.device("cuda", 0)) == 20 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [([], "none visible"), (["training.device=cpu"], "NGPU"), (["comm.backend=nvshmem"], "nccl")],
+)
+def test_cpus_are_not_shared(more: list[str], what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_checked("llama3_debug", [f"{KEY}=4", *more], {}, world_size=4)
+    assert any(problem.key == KEY and what in problem.message for problem in caught.value.problems)
+
+
+def test_without_mps_a_note_says_how_to_start_it(tmp_path: str) -> None:
+    env = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    assert "nvidia-cuda-mps-control" in mps_note(env)
