@@ -107,7 +107,7 @@ class MistakenPool(RankPool):
     """Ranks of another pool that make a mistake; one rank alone makes none."""
 
     def __init__(self, pool: RankPool, mistake: Callable[[], Patch]) -> None:
-        self.pool, self.mistake = pool, mistake
+        self.pool, self.mistake, self.device_type = pool, mistake, pool.device_type
 
     def run(
         self, num_ranks: int, function: Callable[..., Any], *args: Any, num_nodes: int = 1
