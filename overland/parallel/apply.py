@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from overland.config.derived import Degrees
 from overland.config.schema import Compile, JobConfig
@@ -56,6 +55,7 @@ from overland.parallel.sharding import is_single, shard
 
 ParallelModel = Whole | Pipeline
 RECOMPILE_LIMIT = 64
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
@@ -256,7 +256,7 @@ def require_no_batch_norm(model: nn.Module, config: JobConfig, degrees: Degrees)
 def batch_norm(model: nn.Module) -> str:
     """Returns the first module that normalizes over the rows of a pass; empty if none does."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        if isinstance(module, BATCH_NORMS) and (module.training or module.running_mean is None):
             return f"{name} ({type(module).__name__})"
     return ""
 
