@@ -314,7 +314,26 @@ def _templates(
             f"{config.sft.chat_template} writes {any_of(missing, 'and')}, which this tokenizer "
             f"does not have: set sft.new_tokens = [{listed}]"
         )
+    _require_effect(config, [one for one in (default, with_tools) if one is not None])
     return default, with_tools
+
+
+def _require_effect(config: JobConfig, templates: Sequence[ChatTemplate]) -> None:
+    """Raises an error for an option that no template reads."""
+
+    def is_read(name: str) -> bool:
+        return any(re.search(rf"\b{re.escape(name)}\b", one.source) for one in templates)
+
+    asked = [
+        f"template_options.{name}" for name in config.sft.template_options if not is_read(name)
+    ]
+    if config.sft.date is not None and not any(one.asks_for_date for one in templates):
+        asked.append("date")
+    if asked and templates:
+        raise DataError(
+            f"sft.{asked[0]} has no effect: {templates[0].whose} does not read it; remove it, or "
+            "correct its name"
+        )
 
 
 def _template(config: JobConfig, tokenizer: Tokenizer, name: str) -> ChatTemplate | None:

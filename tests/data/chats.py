@@ -24,6 +24,8 @@ LLAMA3 = (
     "{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
+# Reads an option and the date, and writes neither.
+ASKS = "{% if thinking is defined or strftime_now is defined %}{% endif %}"
 PLAIN_CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
     "'<|im_end|>' + '\n'}}{% endfor %}"

@@ -30,7 +30,7 @@ from overland.data.sources import StandardLibrary
 from overland.data.tokenizer import Tokenizer
 from overland.data.writer import OTHER_ROLES
 from overland.errors import DataError
-from tests.data.chats import LLAMA3, MARKED, ROLES, TALK, write_lines, write_tokenizer
+from tests.data.chats import ASKS, LLAMA3, MARKED, ROLES, TALK, write_lines, write_tokenizer
 from tests.data.sources.test_mds import write_mds
 
 NUM = 24
@@ -456,6 +456,8 @@ def test_pairs_are_checked_whatever_the_objectives_keys(
             {"sft": {"template_options": {"messages": 1}}},
             "messages is reserved, since every template gets it",
         ),
+        ({"sft": {"template_options": {"thinkign": True}}}, "sft.template_options.thinkign has no"),
+        ({"sft": {"date": "2026-07-01"}}, "sft.date has no effect"),
         ({"data": {"add_bos": True}}, "data.add_bos is only for texts"),
         ({"training": {"column": "turns"}}, "has no column 'turns'; its columns: messages"),
         ({"model": {"hf_assets_path": None}}, "needs the tokenizer of the model: set model.from"),
@@ -598,8 +600,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("words", CHANGES)
 def test_a_changed_key_is_another_corpus_and_a_resume_says_which(
-    tmp_path: Path, tokenizer: Path, talks: Path, words: str
+    tmp_path: Path, talks: Path, words: str
 ) -> None:
+    tokenizer = write_tokenizer(tmp_path / "t", **ROLES["llama3"], chat_template=ASKS + LLAMA3)
     before = data_of(job(tmp_path, tokenizer, talks))
     assert data_of(job(tmp_path, tokenizer, talks)).plan == before.plan
     after = data_of(job(tmp_path, tokenizer, talks, **CHANGES[words]))

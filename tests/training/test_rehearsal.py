@@ -27,7 +27,7 @@ from overland.errors import CheckpointError, DataError
 from overland.tools.proofs.pool import RankPool
 from overland.training.rehearsal import require_start, try_newest
 from overland.world import World
-from tests.data.chats import LLAMA3, ROLES, write_tokenizer
+from tests.data.chats import ASKS, LLAMA3, ROLES, write_tokenizer
 from tests.data.chats import write_lines as write_records
 from tests.data.making import lines_of, tokenizer_in, write_lines
 from tests.data.tokenizer_folders import write_bpe
@@ -458,7 +458,7 @@ FIXED_TO: dict[str, dict[str, Any]] = {
         "data.window_documents": 50, "data.add_bos": True, "data.add_eos": False, "debug.seed": 1,
     },
     "messages": {
-        "sft.shape": "text", "sft.chat_template": "chatml", "sft.template_options": {"x": 1},
+        "sft.shape": "text", "sft.chat_template": "chatml", "sft.template_options": {"thinking": 1},
         "sft.date": "2020-01-01", "sft.learn": "last", "sft.too_long": "drop",
         "sft.parse_specials": True, "sft.special_tokens_in_content": True,
         "sft.skip_unlearned": True,
@@ -479,7 +479,7 @@ def test_every_key_that_fixes_the_data_is_refused_on_resume(
     assert tried == {key for key in listed if not key.startswith("images.")}
     for name in ("llama3", "chatml"):
         write_tokenizer(tmp_path / name, **ROLES[name])
-        (tmp_path / name / "chat_template.jinja").write_text(LLAMA3)
+        (tmp_path / name / "chat_template.jinja").write_text(ASKS + LLAMA3)
     turns = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "1 2 3"}]
     records = [{"text": f"a {i}", "body": f"b {i}", "messages": turns} for i in range(40)]
     pair = {"prompt": "say", "chosen": "yes yes", "rejected": "no"}
