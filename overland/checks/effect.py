@@ -59,6 +59,11 @@ def takes_tokens(config: JobConfig) -> bool:
         return False
 
 
+def is_all_made(config: JobConfig) -> bool:
+    """Whether all training data is generated on the fly."""
+    return all(is_made(*one) for one in sources_of(config).items())
+
+
 def names_no_set(config: JobConfig) -> bool:
     """Whether validation reads only held-out documents or validation.sets."""
     validation = config.validation
@@ -89,8 +94,14 @@ RULES = [
     ),
     Rule(
         ("data.holdout",),
-        lambda c: bool(c.data.holdout) and all(is_made(*one) for one in sources_of(c).items()),
+        lambda c: bool(c.data.holdout) and is_all_made(c),
         "random tokens and images that are drawn have no documents to hold out",
+    ),
+    Rule(
+        inside("data", "add_bos", "add_eos", "bad_documents"),
+        is_all_made,
+        "random tokens and images that are drawn are not read from documents",
+        ("training.dataset",),
     ),
     Rule(
         ("data.last_block",),

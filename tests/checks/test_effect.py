@@ -233,6 +233,7 @@ HIDDEN: list[tuple[str, Any, Settings]] = [
     ("training.seq_len", 64, {"model.name": "vit_mae", "model.overrides": {}}),
     ("data.vocab_size", 300, {"model.hf_assets_path": "."}),
     ("data.holdout", 0.1, {"training.dataset": "random"}),
+    ("data.add_bos", True, {"training.dataset": "random"}),
     ("data.last_block", "drop", {"data.packing": "trunc"}),
     ("images.pad", [64, 64], {}),
     ("images.if_missing", "random", {}),
