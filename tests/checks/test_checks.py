@@ -497,7 +497,7 @@ def test_check_describes_what_train_would_do_on_this_machine(
     from overland.world import devices
 
     monkeypatch.delenv("NGPU", raising=False)
-    monkeypatch.setattr(devices, "num_local_ranks", lambda: 3)
+    monkeypatch.setattr(devices, "num_local_ranks", lambda per_device=1: 3)
     sizes = ["training.local_batch_size=2", "training.seq_len=32", "training.steps=10"]
     done = CliRunner().invoke(app, ["check", "run.toml", *sizes])
     assert done.exit_code == 0, done.output
@@ -519,7 +519,7 @@ def test_check_describes_a_config_for_another_machine_and_says_so(
     from overland.world import devices
 
     monkeypatch.delenv("NGPU", raising=False)
-    monkeypatch.setattr(devices, "num_local_ranks", lambda: 3)
+    monkeypatch.setattr(devices, "num_local_ranks", lambda per_device=1: 3)
     words = ["check", "run.toml", "--no-step", "parallelism.tensor_parallel_degree=2"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output

@@ -123,7 +123,7 @@ def test_a_config_is_shown_for_the_devices_that_check_describes(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NGPU", raising=False)
-    monkeypatch.setattr("overland.world.devices.num_local_ranks", lambda: 3)
+    monkeypatch.setattr("overland.world.devices.num_local_ranks", lambda per_device=1: 3)
     monkeypatch.setattr("overland.tools.dataset.training_data", captured)
     settings = ["training.global_batch_size=-1", "training.local_batch_size=2"]
     with pytest.raises(StopIteration, match=r"^6$"):
