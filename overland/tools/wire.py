@@ -84,7 +84,8 @@ class Wire:
         """Returns received messages, waiting at most this long; None once the other end is gone."""
         self.socket.settimeout(seconds)
         try:
-            data = self.socket.recv(2**16)
+            # Of a stranger, little at once: what a friend sends right after its proof is longer.
+            data = self.socket.recv(min(2**16, self.longest))
         except TimeoutError:
             return []
         except OSError:

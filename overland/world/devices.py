@@ -75,6 +75,8 @@ def device_memory(device: torch.device) -> int:
     import torch
 
     whole = torch.cuda.get_device_properties(device).total_memory
+    if not torch.cuda.is_initialized():
+        return int(whole)
     return int(whole * torch.cuda.get_per_process_memory_fraction(device))
 
 

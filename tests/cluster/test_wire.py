@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,15 @@ import pytest
 
 from overland.errors import ClusterError
 from overland.tools import wire
-from overland.tools.wire import ADDRESS, KEY, LONGEST_OF_STRANGER, Switchboard, Wire, own_address
+from overland.tools.wire import (
+    ADDRESS,
+    KEY,
+    LONGEST_OF_STRANGER,
+    Message,
+    Switchboard,
+    Wire,
+    own_address,
+)
 
 
 @pytest.fixture
@@ -32,6 +41,21 @@ def test_messages_go_both_ways_in_order(board: Switchboard) -> None:
     assert friend.receive(0.01) == []
     friend.close()
     assert board.inbox.get(timeout=60) == (heard[0][0], None)
+
+
+def test_what_follows_a_proof_at_once_is_not_taken_for_a_strangers_flood(
+    board: Switchboard,
+) -> None:
+    letters = [{"number": number, "text": "a" * 2000} for number in range(20)]
+
+    class Eager(Wire):
+        def send(self, message: Message) -> None:
+            together = [message, *letters] if "proof" in message else [message]
+            self.socket.sendall(b"".join(json.dumps(one).encode() + b"\n" for one in together))
+
+    friend = Eager.to_first_node(board.environment())
+    assert [board.inbox.get(timeout=60)[1] for _ in letters] == letters
+    friend.close()
 
 
 def test_a_caller_without_the_key_is_hung_up_on(board: Switchboard) -> None:

@@ -159,7 +159,7 @@ def test_every_source_has_a_line_that_fetches_it_and_all_six_are_trained_on(
     # Stack v2's ids hold no text, which is said; with its text, each repository is a document.
     column = ["--column", "files[+].text"]
     refused = overland("data", "inspect", "data/stack_v2_ids", *column, cwd=tmp_path, code=2)
-    assert "files[].text" in refused.stderr
+    assert "files[+].text" in refused.stderr
     assert "blob_id" in refused.stderr
     nested = [[{"text": f"def f{i}(): return {j}"} for j in range(2)] for i in range(30)]
     (tmp_path / "data/stack_v2_smol").mkdir()
