@@ -46,12 +46,8 @@ SHARD_BYTES = 64 << 20  # of text: 15 M tokens, which take one core about ten se
 DOCUMENT_BYTES = 4096  # a web page; used if the number of documents in a file is unknown
 CHUNK_DOCUMENTS = 1000  # used if a source gives no numbers
 OWN_FIELDS = (shard.TOKENS, "labels", "positions", "documents")  # names that a batch itself uses
-OPTIONAL = (
-    "fields",
-    "channels",
-    "made_by",
-    "column",
-)  # only in the corpus.json of corpora that have them
+# Only in the corpus.json of corpora that have them.
+OPTIONAL = ("fields", "channels", "made_by", "column")
 
 Report = Callable[[str], None]
 
