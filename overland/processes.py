@@ -65,6 +65,9 @@ def age_of_process() -> float:
         return 0.0
 
 
+STOPPED_STATES = ("T", "t")  # by a signal, by a debugger
+
+
 def state_of(pid: int) -> str:
     """Returns the kernel's state, R, S, D, T, …; empty if the process no longer exists."""
     try:

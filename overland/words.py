@@ -119,3 +119,10 @@ def _program(name: str) -> str:
     if here.is_relative_to(Path.cwd()):
         return shlex.quote(str(here.relative_to(Path.cwd())))
     return shlex.quote(str(here))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{' …' if len(ranks) > 8 else ''}"

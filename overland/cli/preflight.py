@@ -81,4 +81,4 @@ def run(
     if nodes:
         tasks = tasks_per_node(env)
         return preflight_with(srun_words(nodes, tasks, env), nodes, tasks, job, env)
-    return preflight_here(ngpu(env) or num_local_ranks(), job, env)
+    return preflight_here(ngpu(env) or num_local_ranks(job.ranks_per_device), job, env)

@@ -5,18 +5,29 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from overland.cli.common import user_errors
 from overland.progress import progress_bar
 
+if TYPE_CHECKING:
+    from overland.tools.proofs.layouts import ProofLayout
+
 HELP = "Evidence: equal losses across layouts and resumes, exact data, intact checkpoints."
 
 Device = Annotated[
     str, typer.Option(help="cpu, or cuda: over NCCL, with several ranks on a GPU if need be.")
 ]
+
+RanksPerDevice = Annotated[
+    int | None,
+    typer.Option(
+        help="Most ranks that may share a GPU; by default as many as a layout needs.",
+        min=1, show_default=False,
+    ),
+]  # fmt: skip
 
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
@@ -33,6 +44,7 @@ def layout(
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Steps to compare.", min=1)] = 20,
     device: Device = "cpu",
+    ranks_per_device: RanksPerDevice = None,
     table: Annotated[
         Path | None,
         typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
@@ -57,7 +69,7 @@ def layout(
     if dtype not in TOLERANCES:
         message = f"expected {any_of(list(TOLERANCES))}"
         raise ConfigError([Problem(message, "command line", "--dtype", dtype)])
-    check_device(device)
+    check_device(device, ranks_per_device)
     try:
         named = {"short": SHORT, "all": LAYOUTS, "five": FIVE_AXES}.get(layouts)
         chosen = named if named is not None else parse_all(layouts)
@@ -68,6 +80,7 @@ def layout(
     is_own = settings is not None and "own" in settings
     if is_own and layouts == "short":
         chosen = parse_all(OWN)
+    check_sharing(device, chosen, ranks_per_device)
     evidence = Evidence(table, HEAD, keys=(0, 2))
     pool = RankPool(device)
     wrong = refused = 0
@@ -111,6 +124,7 @@ def resume(
         str, typer.Option(help="Names of layouts, tried in all ordered pairs; or dozen.")
     ] = "shard2+tied tp2+tied pp2+tied",
     device: Device = "cpu",
+    ranks_per_device: RanksPerDevice = None,
     table: Annotated[
         Path | None,
         typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
@@ -124,7 +138,7 @@ def resume(
     from overland.tools.proofs.pool import RankPool
     from overland.tools.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
 
-    check_device(device)
+    check_device(device, ranks_per_device)
     try:
         chosen = DOZEN if layouts == "dozen" else parse_all(layouts)
     except ValueError as error:
@@ -133,6 +147,7 @@ def resume(
         message = "all layouts of one proof must have the same suffix after +"
         raise ConfigError([Problem(message, "command line", "--layouts", layouts)])
 
+    check_sharing(device, chosen, ranks_per_device)
     evidence = Evidence(table, HEAD, keys=(0, 1))
     todo = [(a, b) for a, b in pairs(chosen) if not evidence.holds(a.name, b.name)]
     pool, wrong = RankPool(device), 0
@@ -249,19 +264,43 @@ def sessions(
         raise typer.Exit(1)
 
 
-def check_device(device: str) -> None:
+def check_device(device: str, ranks_per_device: int | None) -> None:
     from overland.config.errors import ConfigError, Problem
 
+    key, value = "--device", device
     if device not in ("cpu", "cuda"):
         message = "expected cpu or cuda"
-    elif device == "cuda" and not has_gpu():
+    elif device == "cuda" and not num_gpus():
         message = "this machine has no GPU visible; leave it out to prove on CPU ranks"
+    elif device == "cpu" and ranks_per_device is not None:
+        message, key = "only GPUs are shared; add --device cuda", "--ranks-per-device"
+        value = str(ranks_per_device)
     else:
         return
-    raise ConfigError([Problem(message, "command line", "--device", device)])
+    raise ConfigError([Problem(message, "command line", key, value)])
 
 
-def has_gpu() -> bool:
+def check_sharing(device: str, layouts: list[ProofLayout], ranks_per_device: int | None) -> None:
+    """Refuses layouts that need more ranks than may share the GPUs, and says if ranks share any."""
+    from overland.config.errors import ConfigError, Problem
+    from overland.world.sharing import mps_note
+
+    if device == "cpu":
+        return
+    gpus = num_gpus()
+    largest = max(layouts, key=lambda layout: layout.num_ranks)
+    each = -(-largest.num_ranks // gpus)
+    if ranks_per_device is not None and each > ranks_per_device:
+        message = f"{largest.name} has {largest.num_ranks} ranks, {each} for each GPU here"
+        place = "command line", "--ranks-per-device", str(ranks_per_device)
+        raise ConfigError([Problem(message, *place)])
+    if each > 1:
+        note = mps_note()
+        words = f"up to {each} ranks share a GPU" + (f"; {note}" if note else "")
+        print(f"note: {words}", file=sys.stderr)
+
+
+def num_gpus() -> int:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from overland.config.schema import Comm
 from overland.parallel.mesh import Mesh
 from overland.world import World
-from overland.world.devices import device_identity
+from overland.world.devices import device_identity, device_memory
 from overland.world.exchange import all_gather, broadcast, greet, part
-from overland.world.rendezvous import open_store
+from overland.world.rendezvous import open_store, wait_for_all
 from overland.world.secret import secret_of
 from overland.world.sharing import require_own_device, share_devices
 
@@ -35,6 +35,8 @@ def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.
     alone = world.size == 1  # no port to open
     shows_errors = sys.excepthook
     store = dist.HashStore() if alone else open_store(world, comm.init_timeout_seconds)
+    if not alone:
+        wait_for_all(store, world, comm.init_timeout_seconds)
     dist.init_process_group(
         backend_string(comm.backend, device_type),
         rank=world.rank,
@@ -65,7 +67,8 @@ def own_device(ranks_per_device: int, world: World, device_type: str) -> torch.d
     torch.cuda.set_device(device)
     if ranks_per_device > 1:
         share_devices(world)
-        torch.cuda.set_per_process_memory_fraction(1 / ranks_per_device)
+        part = device_memory(device, ranks_per_device) / device_memory(device)
+        torch.cuda.set_per_process_memory_fraction(part)
     return device
 
 

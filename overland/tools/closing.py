@@ -25,7 +25,7 @@ def closing(run: Run, result: Trained, is_new: bool) -> str:
     if not result.finished:
         saved = f"saved step {result.step}" if run.config.checkpoint.enable else "not saved"
         stopped = f"\nStopped after step {result.step} of {steps}; {saved}."
-        if run.beat.is_read:  # in a job
+        if run.beat.is_supervised:  # in a job
             return stopped
         return f"{stopped} To resume:\n\n  {command('overland', 'train', folder.config)}\n"
     first = f"Finished: {number_of(steps, 'step')} in {folder.root}."

@@ -26,6 +26,7 @@ from overland.training.history import History
 from overland.words import visible
 from overland.world import World
 from overland.world.devices import MemoryState, device_type, memory_state
+from overland.world.flight_recorder import forget_records, last_wait, record_into
 from overland.world.heartbeat import Heartbeat, Phase
 from overland.world.last_words import say
 from overland.world.launch import launch_local
@@ -161,7 +162,7 @@ def train_rank(
         except BrokenPipeError:  # everything is saved
             fall_silent()
     beat.enter(Phase.FINISHED if result.finished else Phase.STOPPED)
-    if not result.finished and beat.is_read and world.is_first:
+    if not result.finished and beat.is_supervised and world.is_first:
         say(world.rank, Kind.STOPPED, f"step {beat.step}", beat.step)
     return result
 
@@ -171,7 +172,14 @@ def _train_among_ranks(config: JobConfig, world: World, screen: Screen) -> tuple
     from overland.parallel.comm import from_first_rank, process_group
     from overland.training.owner import owned
 
-    with process_group(config.comm, world, device_type(config.training.device)) as device:
+    kind = device_type(config.training.device)
+    logs = RunFolder.of(config).logs
+    if kind == "cuda" and world.size > 1:
+        record_into(logs)
+    with process_group(config.comm, world, kind) as device:
+        if world.is_first and (words := last_wait(logs, world.size)):
+            screen.print(f"note: when this run last ended, {words}")
+            forget_records(logs)
         if config.checkpoint.resume == "none":
             config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))
         folder = RunFolder.of(config).root

@@ -62,7 +62,7 @@ def choose_recompute(
     if device.type != "cuda" or not can_estimate(architecture):
         return "none", ""
     # All ranks must agree: collectives inside a block are recomputed with it.
-    device_bytes = from_first_rank(device_memory(device))
+    device_bytes = from_first_rank(device_memory(device, config.comm.ranks_per_device))
     kernels = torch.version.hip is None
     mode, memory = least_recompute(architecture, config, degrees, device_bytes, compiled, kernels)
     peak, there = memory.peak / 2**30, device_bytes / 2**30

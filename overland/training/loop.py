@@ -193,7 +193,7 @@ def insist_on_last_save(
     asked = stop.num_ends
     report_saves(run, run.store.finish(), clock)
     # A supervisor sends SIGTERM well before the end of a job, and kills what takes too long.
-    is_urgent = stop.any_rank(asked > 0) and not run.beat.is_read
+    is_urgent = stop.any_rank(asked > 0) and not run.beat.is_supervised
     seconds = from_first_rank(clock.seconds_for_retries(is_urgent) if clock is not None else 0.0)
     deadline = time.monotonic() + seconds
     pause = RETRY_AFTER_SIGNAL_SECONDS / 2.5 if is_urgent else RETRY_SECONDS

@@ -116,7 +116,7 @@ def memory_in_words(
         return "no estimate: the model's config does not define activations"
     peak = estimate(config, architecture, degrees, device).peak
     if device.type == "cuda":
-        there = device_memory(device)
+        there = device_memory(device, config.comm.ranks_per_device)
         return f"about {peak / GIB:.1f} of {there / GIB:.1f} GiB per device (estimate)"
     return f"about {binary_size(peak)} per rank for the tensors of a step (estimate)"
 

@@ -50,7 +50,7 @@ def out_of_memory(
     where = "this GPU's" if device.type == "cuda" else "this machine's"
     what = f"out of {where} memory"
     if device.type == "cuda":
-        total = device_memory(device)
+        total = device_memory(device, config.comm.ranks_per_device)
         held = torch.cuda.max_memory_allocated(device)
         what += f": {held / GIB:.1f} GiB of {total / GIB:.1f} GiB were allocated by tensors"
     return OutOfMemoryError(with_ways_out(what, config, architecture, degrees, device))
@@ -86,7 +86,7 @@ def require_memory(
     if device.type != "cuda":
         needs = [(*machine, num_ranks * held, num_ranks * peak)]
     else:
-        gpu = "this GPU", float(device_memory(device))
+        gpu = "this GPU", float(device_memory(device, config.comm.ranks_per_device))
         needs = [(*gpu, held, peak)]
         if config.training.enable_cpu_offload:  # the state is in the machine's memory
             needs = [(*machine, num_ranks * held, 0.0), (*gpu, 0.0, peak)]
@@ -171,7 +171,7 @@ def estimate(
     compiled = compiled or (config.compile.enable == "auto" and compiles(config, device))
     mode = config.activation_checkpoint.mode
     if mode == "auto" and device.type == "cuda":
-        there = device_memory(device)
+        there = device_memory(device, config.comm.ranks_per_device)
         return least_recompute(architecture, config, degrees, there, compiled)[1]
     recompute = mode if mode in RECOMPUTE else "none"
     return step_memory(architecture, config, degrees, recompute, compiled)

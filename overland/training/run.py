@@ -406,7 +406,7 @@ def build_callbacks(run: Run) -> list[Callback]:
     wanted: list[tuple[bool, Callable[[Run], Callback]]] = [
         (True, GarbageCollection),
         (True, Timeouts),
-        (run.beat.is_read, Pace),
+        (run.beat.is_supervised, Pace),
         (config.compile.enable is True, CompileCache),
         (run.device.type == "cuda" and has_triton(), KernelCache),
         (run.screen.is_shown, Console),

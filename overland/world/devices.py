@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+CONTEXT_BYTES = 2**30  # of a process on a GPU, besides its tensors
 CPU_RANKS = 2  # without accelerators: enough to make every run distributed
 
 
@@ -70,14 +71,15 @@ def peak_flops(device: str, dtype: str = "bfloat16") -> float | None:
     return None
 
 
-def device_memory(device: torch.device) -> int:
-    """Returns the bytes of a GPU that this rank may use: all, or a part if ranks share it."""
+def device_memory(device: torch.device, ranks_per_device: int = 1) -> int:
+    """Returns the bytes of a GPU that a rank may use: all, or its part if ranks share it, without
+    what the driver and NCCL take for each of them."""
     import torch
 
-    whole = torch.cuda.get_device_properties(device).total_memory
-    if not torch.cuda.is_initialized():
-        return int(whole)
-    return int(whole * torch.cuda.get_per_process_memory_fraction(device))
+    whole = int(torch.cuda.get_device_properties(device).total_memory)
+    if ranks_per_device == 1:
+        return whole
+    return max(0, whole // ranks_per_device - CONTEXT_BYTES)
 
 
 def device_identity(device: torch.device) -> str:

@@ -19,14 +19,17 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from overland.processes import age_of_process
+from overland.processes import STOPPED_STATES, age_of_process, state_of
+from overland.words import name_ranks
 
-HEARTBEATS = "OVERLAND_BEATS"  # the prefix of the folders on all nodes
+HEARTBEATS = "OVERLAND_BEATS"  # the prefix of the folders on all nodes, which agents read
+# The folder that the launcher of this machine reads, once a rank has failed.
+LAUNCHER_HEARTBEATS = "OVERLAND_LAUNCHER_BEATS"
 LAYOUT = struct.Struct("<qqqddd")
 PULSE_LAYOUT = struct.Struct("<qdqq")
 SIZE = LAYOUT.size + PULSE_LAYOUT.size
@@ -136,8 +139,10 @@ class Pulse:
 class Heartbeat:
     """Writes the heartbeat of a rank; without a folder, nobody reads it."""
 
-    def __init__(self, rank: int = 0, folder: Path | None = None) -> None:
-        self.is_read = folder is not None
+    def __init__(
+        self, rank: int = 0, folder: Path | None = None, is_supervised: bool = False
+    ) -> None:
+        self.is_supervised = is_supervised
         self.step, self.phase, self._since = 0, Phase.STARTING, time.monotonic()
         self.doing = self.phase.words
         self.words: dict[Phase, str] = {}
@@ -207,15 +212,22 @@ def stacks_signal() -> int:
 
 @contextlib.contextmanager
 def start_heartbeat(rank: int, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
-    """Yields the heartbeat of this rank; from now on, a signal writes the stacks of its threads."""
+    """Yields the heartbeat of this rank; under a supervisor, a signal writes the stacks of its
+    threads from now on."""
     folder = heartbeat_folder(env)
     if folder is None:
-        yield Heartbeat()
+        launchers = Path(env[LAUNCHER_HEARTBEATS]) if LAUNCHER_HEARTBEATS in env else None
+        try:
+            yield Heartbeat(rank, launchers)
+        except Exception as error:
+            if launchers is not None:
+                (launchers / f"{rank}.error").write_text(str(error), encoding="utf-8")
+            raise
         return
     # Kept open to the end: without a handler the signal would kill the process.
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(stacks_signal(), file=stacks, all_threads=True)
-    yield Heartbeat(rank, folder)
+    yield Heartbeat(rank, folder, is_supervised=True)
 
 
 def read_signs(folder: Path) -> list[Sign]:
@@ -244,3 +256,36 @@ def read_signs(folder: Path) -> list[Sign]:
                 )
             )
     return sorted(signs, key=lambda sign: sign.rank)
+
+
+def read_error(folder: Path, rank: int) -> str:
+    """Returns the error that ended a rank, if it could note one for its launcher."""
+    try:
+        return (folder / f"{rank}.error").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def behind(places: Mapping[int, tuple[int, Phase]]) -> list[int]:
+    """Returns the ranks that are furthest behind in step and phase, if they are fewer than half of
+    all: those that the others wait for."""
+    least = min(places.values(), default=None)
+    found = sorted(rank for rank, place in places.items() if place == least)
+    return found if 2 * len(found) < len(places) else []
+
+
+def waited_for(signs: Sequence[Sign], num_ranks: int) -> str:
+    """Returns which rank of this machine the others wait for: one whose process is stopped, or that
+    is behind; empty if none stands out."""
+    states = {sign.rank: state_of(sign.pid) for sign in signs}
+    stopped = [rank for rank, state in states.items() if state in STOPPED_STATES]
+    late = stopped or behind({sign.rank: (sign.step, sign.phase) for sign in signs})
+    if not late or len(late) == num_ranks:
+        return ""
+    sign = next(sign for sign in signs if sign.rank == late[0])
+    how = "was stopped (SIGSTOP)" if stopped else "was behind them"
+    seconds = max(0.0, time.monotonic() - sign.since)
+    return (
+        f"the others waited for {name_ranks(late)}, which {how}: at step {sign.step}, "
+        f"{sign.phase.words}, for {seconds:.0f} s"
+    )

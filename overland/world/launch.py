@@ -2,9 +2,9 @@
 
 A rank that should not print (`LOG_RANK`) writes to `logs/rank_N.log` in the run folder. The first
 rank to fail ends the others, and the end of its log is shown, unless it is an error that another
-rank has already printed. Ctrl-C reaches all ranks through the terminal: they finish their step,
-save and exit; a second one ends them at once. Closing the terminal also makes them save and exit,
-by SIGHUP.
+rank has already printed; if it gave up waiting for another rank, that one is named. Ctrl-C reaches
+all ranks through the terminal: they finish their step, save and exit; a second one ends them at
+once. Closing the terminal also makes them save and exit, by SIGHUP.
 """
 
 from __future__ import annotations
@@ -13,17 +13,28 @@ import contextlib
 import ctypes
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 
 from overland.errors import NotSavedError
-from overland.processes import PYTHON
+from overland.processes import PYTHON, STOPPED_STATES, state_of
+from overland.world.flight_recorder import forget_records, last_wait
+from overland.world.heartbeat import (
+    LAUNCHER_HEARTBEATS,
+    MEMORY,
+    read_error,
+    read_signs,
+    waited_for,
+)
 from overland.world.rendezvous import FIRST_PORT
 from overland.world.secret import VARIABLE as SECRET
 from overland.world.secret import new_secret
@@ -44,6 +55,7 @@ GRACE_SECONDS = 10.0
 STOP_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_TAIL_LINES = 20
+TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo and NCCL say so
 
 
 def launch_local(
@@ -51,6 +63,8 @@ def launch_local(
 ) -> int:
     """Runs `overland ARGUMENTS` on `num_ranks` processes; returns their exit code."""
     log_folder.mkdir(parents=True, exist_ok=True)
+    forget_records(log_folder)
+    beats = Path(tempfile.mkdtemp(prefix="overland-", dir=MEMORY if MEMORY.is_dir() else None))
     shared_env = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -59,6 +73,7 @@ def launch_local(
         "LOCAL_WORLD_SIZE": str(num_ranks),
         LAUNCHED: "1",
         SECRET: new_secret(),
+        LAUNCHER_HEARTBEATS: str(beats),
     }
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     logs = {rank: log_folder / f"rank_{rank}.log" for rank in range(num_ranks)}
@@ -87,6 +102,9 @@ def launch_local(
                 )
     with _interrupts_go_to(ranks) as passing:
         failed = _wait(ranks)
+        awaited = _awaited(failed, ranks, beats, log_folder) if failed is not None else ""
+        _end(ranks)
+    shutil.rmtree(beats, ignore_errors=True)
     printed = errors.read_text(encoding="utf-8").strip() if errors.exists() else ""
     errors.unlink(missing_ok=True)
     if passing.interrupts > 1 or failed is not None:  # the rank that drew there may be gone
@@ -101,6 +119,8 @@ def launch_local(
         _show_end_of(logs[failed], failed, before.get(failed, 0), printed)
     if code < 0:
         print(f"rank {failed} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    if awaited:
+        print(awaited, file=sys.stderr)
     return code if code > 0 else 128 - code
 
 
@@ -127,33 +147,44 @@ def free_port() -> int:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Waits for all ranks; the first failure ends the rest. Returns the rank that failed first.
-    Ranks stop together; if one stopped alone, before the others could learn of it, they are
-    ended."""
+    """Waits for all ranks, or for the first failure; returns the rank that failed. Ranks stop
+    together; if one stopped alone, before the others could learn of it, nobody waits for them."""
     alone_since = float("inf")
     while True:
         codes = [rank.poll() for rank in ranks]
         if STOPPED in codes:
             alone_since = min(alone_since, time.monotonic())
             if time.monotonic() - alone_since > STOP_SECONDS:
-                _end(ranks)
                 return None
         failed = next((i for i, code in enumerate(codes) if code not in (None, 0, STOPPED)), None)
         if failed is not None:
             if codes[failed] == NotSavedError.exit_code:  # all ranks know, and the first says so
                 _wait_for_all(ranks)
-            _end(ranks)
             return failed
         if all(code is not None for code in codes):
             return None
         time.sleep(0.05)
 
 
+def _awaited(
+    failed: int, ranks: list[subprocess.Popen[bytes]], beats: Path, log_folder: Path
+) -> str:
+    """Returns which rank the others waited for, if the one that failed gave up waiting. NCCL then
+    aborts its process; gloo raises an error."""
+    error = read_error(beats, failed)
+    if ranks[failed].returncode != -signal.SIGABRT and not TIMED_OUT.search(error):
+        return ""
+    return waited_for(read_signs(beats), len(ranks)) or last_wait(log_folder, len(ranks))
+
+
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Sends SIGKILL after a grace period: a rank stuck in a collective never sees SIGTERM."""
+    """Sends SIGKILL after a grace period: a rank stuck in a collective never sees SIGTERM. One
+    that was stopped sees no signal but that."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
+            if state_of(rank.pid) in STOPPED_STATES:
+                rank.kill()
     _wait_for_all(ranks)
     for rank in ranks:
         if rank.poll() is None:

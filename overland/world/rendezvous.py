@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from overland.errors import ClusterError
 from overland.slurm import ask
+from overland.words import name_ranks
 from overland.world import Rendezvous, World
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 # The system assigns no ports below 32768 to outgoing connections.
 FIRST_PORT, LAST_PORT = 20000, 32767
+LATER_SECONDS = 10  # so that the first rank, which knows who is missing, is the first to give up
 STEPS = 4  # consecutive steps of a job that may run at the same time on a node
 
 
@@ -38,15 +40,16 @@ def port_of_name(name: str) -> int:
     return FIRST_PORT + zlib.crc32(name.encode()) % (LAST_PORT + 1 - FIRST_PORT)
 
 
-def open_store(world: World, timeout_seconds: int) -> Store | None:
-    """Returns the store of this world, on every rank; None if torch finds it on its own."""
+def open_store(world: World, timeout_seconds: int) -> Store:
+    """Returns the store of this world, on every rank."""
     from datetime import timedelta
 
     import torch.distributed as dist
 
     rendezvous = world.rendezvous
-    if rendezvous is None:
-        return None
+    if rendezvous is None:  # torchrun has opened one
+        opened, _, _ = next(dist.rendezvous("env://", world.rank, world.size))
+        return dist.PrefixStore("overland", opened)
     address = reachable(rendezvous.address)
     listener = _listen(rendezvous, address, world) if world.is_first else None
     try:
@@ -74,6 +77,34 @@ def open_store(world: World, timeout_seconds: int) -> Store | None:
             "rank 0: every node needs the same number"
         )
     return store
+
+
+def wait_for_all(store: Store, world: World, timeout_seconds: int) -> None:
+    """Waits until all ranks have found the store; the first rank names those that have not."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    keys = [f"joined {rank}" for rank in range(world.size)]
+    store.set(keys[world.rank], "")
+    try:
+        if world.is_first:
+            store.wait(keys, timedelta(seconds=timeout_seconds))
+            store.set("all joined", "")
+        else:
+            store.wait(["all joined"], timedelta(seconds=timeout_seconds + LATER_SECONDS))
+    except dist.DistError as error:
+        within = f"within {timeout_seconds} s (comm.init_timeout_seconds)"
+        if not world.is_first:
+            raise ClusterError(
+                f"rank {world.rank} has joined, but not all {world.size} ranks did {within}: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise ClusterError(
+            f"{name_ranks(missing)} of {world.size} did not join {within}: not started yet, stuck "
+            "at its start, or without a connection to this one"
+        ) from None
 
 
 def reachable(host: str) -> str:

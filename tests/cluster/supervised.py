@@ -75,11 +75,25 @@ class SubmittedRun:
         settings: list[str] | None = None,
         ranks_per_node: int = 2,
         step_seconds: float = 0.1,
+        module: str = SLOW,
+        environment: str = "",
     ) -> None:
         self.slurm, self.folder, self.steps = slurm, folder, steps
         self.num_ranks = nodes * ranks_per_node
         self.root = folder / "runs" / "quickstart"
-        self.settings = [
+        self.settings = [*self.settings_of(steps), *(settings or [])]
+        folder.mkdir(parents=True, exist_ok=True)
+        site = SITE.format(ranks_per_node=ranks_per_node) + environment
+        (folder / "site.toml").write_text(site)
+        (folder / "slow.py").write_text(module)
+        self.set_pace(step_seconds)
+        self.nodes = nodes
+        self.jobs: list[int] = []
+        self.submit(*flags)
+
+    @staticmethod
+    def settings_of(steps: int) -> list[str]:
+        return [
             *TINY,
             f"training.steps={steps}",
             "training.dataset=random",
@@ -89,15 +103,7 @@ class SubmittedRun:
             "checkpoint.interval=10",
             "health.hang_seconds=12",
             "job.custom_import=slow",
-            *(settings or []),
         ]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "site.toml").write_text(SITE.format(ranks_per_node=ranks_per_node))
-        (folder / "slow.py").write_text(SLOW)
-        self.set_pace(step_seconds)
-        self.nodes = nodes
-        self.jobs: list[int] = []
-        self.submit(*flags)
 
     def submit(self, *flags: str) -> None:
         """Also again, once its jobs are over."""
@@ -282,7 +288,7 @@ def parent_of(pid: int) -> int:
 def train_unbroken(run: SubmittedRun, folder: Path) -> Path:
     """The same training by a plain `overland train` that nothing happens to; its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "slow.py").write_text(SLOW)
+    (folder / "slow.py").write_text((run.folder / "slow.py").read_text())
     set_pace(folder, 0)
     overland("train", "quickstart", *run.settings, cwd=folder, NGPU=str(run.num_ranks))
     return folder / "runs" / "quickstart"

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from overland.world.launch import _show_end_of, free_port, launch_local
-from tests.cli.processes import environment
+from tests.cli.processes import TINY, environment, start_overland, wait_for_step
+from tests.cluster.supervised import parent_of
 
 LAUNCHER = """
 import subprocess, time
@@ -114,3 +115,21 @@ def test_the_end_of_a_log_is_of_this_session(
     said = capsys.readouterr().err
     assert "this error" in said
     assert "an earlier error" not in said
+
+
+def test_the_rank_that_the_others_waited_for_is_named(tmp_path: Path) -> None:
+    words = [*TINY, "training.dataset=random", "training.steps=100000", "checkpoint.enable=false",
+             "comm.train_timeout_seconds=4", "validation.enable=false"]  # fmt: skip
+    started = start_overland("train", "quickstart", *words, cwd=tmp_path, NGPU="3")
+    wait_for_step(tmp_path / "runs/quickstart/metrics.jsonl", 3)
+    stopped = ranks_of(started.pid)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    assert started.wait() != 0
+    assert "the others waited for rank 1, which was stopped (SIGSTOP): at step" in started.stdout
+    assert not is_alive(stopped)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes of the ranks, in order."""
+    found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat")]
+    return sorted(pid for pid in found if parent_of(pid) == launcher)

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from overland.errors import ClusterError
 from overland.world import Rendezvous, World
 from overland.world.launch import free_port
-from overland.world.rendezvous import open_store, port_of_job, port_of_name, reachable
+from overland.world.rendezvous import (
+    open_store,
+    port_of_job,
+    port_of_name,
+    reachable,
+    wait_for_all,
+)
 
 
 def test_jobs_and_steps_near_each_other_have_ports_of_their_own() -> None:
@@ -52,6 +58,17 @@ def test_uneven_nodes_are_found_where_they_meet() -> None:
         ClusterError, match="1 ranks on the node of rank 2, but 2 on that of rank 0"
     ):
         open_store(World(2, 4, 0, 1, rendezvous), 5)
+
+
+def test_ranks_that_do_not_join_are_named() -> None:
+    store = dist.HashStore()
+    store.set("joined 2", "")
+    with pytest.raises(ClusterError, match=r"ranks 1, 3 of 4 did not join within 1 s \(comm\."):
+        wait_for_all(store, World(0, 4, 0, 4), 1)
+    store.set("joined 1", "")
+    store.set("joined 3", "")
+    wait_for_all(store, World(0, 4, 0, 4), 1)
+    wait_for_all(store, World(3, 4, 3, 4), 1)
 
 
 def test_an_address_that_is_not_rank_0s_is_named() -> None:

@@ -41,9 +41,8 @@ def test_a_machine_has_as_many_ranks_as_share_its_devices(monkeypatch: pytest.Mo
 def test_a_rank_plans_with_its_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: whole)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25)
-    assert devices.device_memory(torch.device("cuda", 0)) == 20 * 2**30
+    assert devices.device_memory(torch.device("cuda", 0)) == 80 * 2**30
+    assert devices.device_memory(torch.device("cuda", 0), 4) == 19 * 2**30  # 1 for its context
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from overland.errors import Kind
-from overland.processes import PYTHON, state_of
+from overland.processes import PYTHON, STOPPED_STATES, state_of
 from overland.tools.wire import Wire
 from overland.world import World
+from overland.world.flight_recorder import FILES
 from overland.world.heartbeat import (
     HEARTBEATS,
     Heartbeat,
@@ -39,15 +40,16 @@ DUMP_SECONDS = 1.0
 CALL_AGAIN_SECONDS = (1, 2, 4, 8)
 LOOK_SECONDS = 1.0  # between checks of the agent
 STOPPED_LOOKS = 3  # an agent found stopped this many times in a row is replaced
-RECORD_SECONDS = 10.0  # torch 2.11 on an H200 took 4 s to write one
-PIPES, RECORDS = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
+RECORD_SECONDS = 6.0  # torch 2.11 on an H200 took 4 s to write one
+PIPES = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
 @contextlib.contextmanager
 def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
     """Sends heartbeats and reports the final error, if a supervisor started this rank."""
     if HEARTBEATS not in env:
-        yield Heartbeat()
+        with start_heartbeat(world.rank, env) as beat:
+            yield beat
         return
     os.environ[PIPES] = f"{heartbeat_folder(env)}/nccl_"  # read when process groups are created
     kept = kept_agent(env) if world.local_rank == 0 else contextlib.nullcontext()
@@ -99,7 +101,7 @@ def _keep(agent: subprocess.Popen[bytes], env: Mapping[str, str], over: threadin
     """Restarts the agent if it is gone: nothing else reports on the ranks of this node."""
     waits, looks_stopped = calling_again(), 0
     while not over.wait(LOOK_SECONDS):
-        looks_stopped = looks_stopped + 1 if state_of(agent.pid) in ("T", "t") else 0
+        looks_stopped = looks_stopped + 1 if state_of(agent.pid) in STOPPED_STATES else 0
         if looks_stopped >= STOPPED_LOOKS:
             agent.kill()
             agent.wait()
@@ -184,8 +186,11 @@ def dump(folder: Path, signs: list[Sign]) -> dict[str, str]:
     for sign in signs:
         with contextlib.suppress(ProcessLookupError):
             os.kill(sign.pid, stacks_signal())
-        if _poke(folder / f"nccl_{sign.rank}.pipe"):
-            awaited.append(Path(f"{os.environ.get(RECORDS, '')}{sign.rank}"))
+        is_stopped = (
+            state_of(sign.pid) in STOPPED_STATES
+        )  # then its pipe listens, but nobody writes
+        if not is_stopped and _poke(folder / f"nccl_{sign.rank}.pipe"):
+            awaited.append(Path(f"{os.environ.get(FILES, '')}{sign.rank}"))
     deadline = time.monotonic() + RECORD_SECONDS
     time.sleep(DUMP_SECONDS)
     while not all(path.exists() for path in awaited) and time.monotonic() < deadline:

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from overland.errors import ClusterError
 from overland.slurm import expand_hosts
@@ -29,9 +28,6 @@ from overland.world.heartbeat import node_name
 from overland.world.rendezvous import open_store, reachable
 from overland.world.secret import VARIABLE, secret_of
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 MOST_REASONS = 4  # per node, in case all eight devices have the same fault
 SECONDS_PER_RANK = 0.05  # for the all-reduce: thousands of ranks take minutes to connect
 DISK_BYTES, QUICK_DISK_BYTES = 64 * 2**20, 16 * 2**20
@@ -48,6 +44,7 @@ class PreflightSettings:
     backend: str = "auto"
     quick: bool | None = None
     """None: only if no node has an accelerator."""
+    ranks_per_device: int = 1
 
     @classmethod
     def of(
@@ -59,7 +56,12 @@ class PreflightSettings:
 
         found = load_config(str(config), env=env).config
         folder = str(Path(found.job.dump_folder).expanduser().absolute())
-        return cls(config.expanduser().absolute(), folder, found.comm.backend, quick)
+        path, comm = config.expanduser().absolute(), found.comm
+        return cls(path, folder, comm.backend, quick, comm.ranks_per_device)
+
+    def of_groups(self) -> Message:
+        """Returns what a task needs to open a process group as training does."""
+        return {"backend": self.backend, "ranks_per_device": self.ranks_per_device}
 
 
 def preflight(
@@ -118,8 +120,10 @@ def preflight_among_ranks(
 ) -> Report | None:
     """Returns the report on the first rank, None on the others. The address goes through the
     world's store, where anyone who reaches it can write; who answers there must know the key."""
+    from torch.distributed import PrefixStore
+
     key = hmac.new(secret_of(env), NAME.encode(), "sha256").hexdigest()
-    store = _store(world)
+    store = PrefixStore(NAME, open_store(world, START_SECONDS))
     if not world.is_first:
         address = store.get(NAME).decode(errors="replace")
         os.environ |= {ADDRESS: address, KEY: key}
@@ -186,7 +190,8 @@ class _Conductor:
         )
         self._blame(judge.disks(disks))
         bounds = self._test_devices(with_torch)
-        rounds = Rounds(crew, self._is_bad, bounds.link, self.job.backend, torch=not quick)
+        how = {**self.job.of_groups(), "torch": not quick}
+        rounds = Rounds(crew, self._is_bad, bounds.link, how)
         findings, notes = rounds.play()
         self._blame(findings)
         report.notes += notes
@@ -221,7 +226,7 @@ class _Conductor:
             for place, facts in self._ask("device", again, torch=with_torch).items():
                 answers[place] = judge.faster(answers[place], facts)
             self.facts["device"] = answers
-        self._blame(judge.devices(answers))
+        self._blame(judge.devices(answers, self.job.ranks_per_device))
         self._blame(judge.products(answers))
         self._blame(judge.rates(answers, bounds))
         return bounds
@@ -239,7 +244,7 @@ class _Conductor:
         if at is None:
             self.report.failure = f"{what} failed: {first.node}/{first.local} could not listen"
             return
-        order = {"do": "reduce", "at": at, "backend": self.job.backend, "seconds": seconds}
+        order = {"do": "reduce", "at": at, "seconds": seconds, **self.job.of_groups()}
         orders: dict[Task, Message] = {
             task: {**order, "rank": rank, "size": len(tasks), "listening": rank == 0}
             for rank, task in enumerate(tasks)
@@ -306,16 +311,6 @@ def _judge_sum(
 def sum_limit(num_tasks: int) -> float:
     """Returns how many seconds the all-reduce of this many tasks may take."""
     return LIMITS["reduce"] + SECONDS_PER_RANK * num_tasks
-
-
-def _store(world: World) -> Store:
-    store = open_store(world, START_SECONDS)
-    if store is not None:
-        return store
-    from torch.distributed import PrefixStore, rendezvous  # torchrun has opened one
-
-    opened, _, _ = next(rendezvous("env://", world.rank, world.size))
-    return PrefixStore(NAME, opened)
 
 
 def _nodes(world: World, env: Mapping[str, str]) -> list[str] | int:

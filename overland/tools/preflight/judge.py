@@ -55,8 +55,9 @@ def errors(answers: Answers, what: str) -> Iterator[Finding]:
             yield node, f"{what} of task {local}: {facts['error']}"
 
 
-def devices(answers: Answers) -> Iterator[Finding]:
-    """Checks that every task has its own idle device, of the same kind and number as most."""
+def devices(answers: Answers, ranks_per_device: int = 1) -> Iterator[Finding]:
+    """Checks that every task has an idle device, of the same kind and number as most, and shares it
+    with no more tasks than intended."""
     with_gpu = {place: facts for place, facts in answers.items() if facts.get("kind") == "cuda"}
     for (node, local), facts in answers.items():
         driver = facts.get("driver", "")
@@ -69,12 +70,12 @@ def devices(answers: Answers) -> Iterator[Finding]:
     for (node, local), facts in with_gpu.items():
         if facts["visible"] != usual:
             yield node, f"task {local} sees {facts['visible']} devices, but most see {usual}"
-        if facts["in_use_gib"] > IDLE_GIB:
+        if facts["in_use_gib"] > ranks_per_device * IDLE_GIB:
             yield node, f"device of task {local} is in use: {facts['in_use_gib']:.1f} GiB of memory"
         if facts["identity"]:
             owners[node, facts["identity"]].append(local)
     for (node, _), tasks in owners.items():
-        if len(tasks) > 1:
+        if len(tasks) > ranks_per_device:
             yield node, f"tasks {', '.join(map(str, tasks))} have the same device"
 
 

@@ -18,6 +18,8 @@ from overland.errors import ClusterError
 from overland.tools.preflight.child import Stage
 from overland.tools.preflight.device import BEST, MEDIAN
 from overland.tools.wire import ADDRESS, Message, own_address
+from overland.world import World
+from overland.world.sharing import share_devices
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +133,8 @@ def group(
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if order["ranks_per_device"] > 1:
+            share_devices(World(rank, size, rank, size))
     limit = timedelta(seconds=order["seconds"])
     host, _, port = order["at"].rpartition(":")
     store = dist.TCPStore(

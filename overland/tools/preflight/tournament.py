@@ -52,9 +52,8 @@ class Rounds:
     is_bad: Callable[[str], bool]
     slow: float
     """A link below this fraction of the median is bad."""
-    backend: str
-    torch: bool
-    """Whether to use the backend of training; otherwise plain connections."""
+    how: Message
+    """Part of each order: how to connect. With `torch` as training does, else plainly."""
     matches: list[Match] = field(default_factory=list)
 
     def play(self) -> tuple[list[Finding], list[str]]:
@@ -119,9 +118,8 @@ class Rounds:
                 "do": "link",
                 "at": places[one.place].get("at"),
                 "token": secrets.token_hex(TOKEN_BYTES // 2),
-                "backend": self.backend,
-                "torch": self.torch,
                 "seconds": LIMITS["link"],
+                **self.how,
             }
             if order["at"] is not None:
                 orders[one] = {**order, "listening": True}

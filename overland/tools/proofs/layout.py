@@ -36,6 +36,7 @@ from overland.world.devices import device_type
 # by then the norm, a sum of nearly cancelling terms, differs arbitrarily.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 NORM_TOLERANCES = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
+WIDER = {"float32": "float64", "bfloat16": "float32"}
 FLOORS = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-3}
 SPREADS = 4
 STEPS = 20
@@ -169,8 +170,11 @@ def prove_layouts(
                 alone = pool.run(1, curves, job_of(None))[0]
                 bounds = Bounds(TOLERANCES[dtype], NORM_TOLERANCES[dtype])
                 if pool.device_type == "cuda":
-                    by_row = pool.run(1, curves, job_of(ROW_BY_ROW))[0]
-                    bounds = spread_bounds(by_row, alone, dtype)
+                    others = [job_of(ROW_BY_ROW)]
+                    if dtype in WIDER:
+                        others.append(job_of(None, dtype=WIDER[dtype]))
+                    found = [pool.run(1, curves, job)[0] for job in others]
+                    bounds = spread_bounds(found, alone, dtype)
                 references[layout.kinds] = alone, bounds
             (steps_alone, held_out_alone), bounds = references[layout.kinds]
             try:
@@ -192,12 +196,14 @@ def prove_layouts(
         )
 
 
-def spread_bounds(other: Curves, alone: Curves, dtype: str) -> Bounds:
+def spread_bounds(others: list[Curves], alone: Curves, dtype: str) -> Bounds:
     """Returns bounds for a GPU, whose kernels round by the shape of what they multiply: a few times
-    what one rank differs from itself when it computes row by row."""
-    loss = max(difference(other[0], alone[0], 0), difference(other[1], alone[1], 0))
-    norm = difference(other[0], alone[0], 1)
-    return Bounds(*(max(FLOORS[dtype], SPREADS * spread) for spread in (loss, norm)))
+    what one rank differs from itself, when it computes row by row and when it computes in a wider
+    format, which shows what rounding itself is worth (ranks round sums that one rank does not)."""
+    losses = [difference(one[0], alone[0], 0) for one in others]
+    losses += [difference(one[1], alone[1], 0) for one in others]
+    norms = [difference(one[0], alone[0], 1) for one in others]
+    return Bounds(*(max(FLOORS[dtype], SPREADS * max(spread)) for spread in (losses, norms)))
 
 
 def curves(world: World, config: JobConfig) -> Curves:

@@ -7,6 +7,7 @@ the CPU, or with NCCL on the GPUs of this machine, which they share if there are
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import tempfile
@@ -90,6 +91,7 @@ def _serve(pipe: Connection, device_type: str) -> None:
     from overland.parallel.mesh import forget_meshes
 
     torch.set_num_threads(1)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # simulated nodes are all here
     while True:
         try:
             os.chdir(pipe.recv())  # the folder that the caller is in now
@@ -99,9 +101,11 @@ def _serve(pipe: Connection, device_type: str) -> None:
             own_device(-(-world.size // devices), world, device_type)
             backend = backend_string("auto", device_type)
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+            faulthandler.dump_traceback_later(TIMEOUT_SECONDS - 10)
             try:
                 pipe.send((True, function(world, *args)))
             finally:
+                faulthandler.cancel_dump_traceback_later()
                 dist.destroy_process_group()
                 forget_meshes()
         except EOFError:  # the pool is gone

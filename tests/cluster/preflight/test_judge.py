@@ -56,6 +56,8 @@ def test_a_device_that_is_missing_taken_or_shared_is_found() -> None:
     ]
     no_identities = {place: {**facts, "identity": ""} for place, facts in gpus().items()}
     assert list(judge.devices(no_identities)) == []
+    shared = gpus(n3_1={"identity": "n3-0"}, n4_0={"in_use_gib": 6.0})
+    assert list(judge.devices(shared, ranks_per_device=2)) == []
     assert list(judge.devices({("n1", 0): {"kind": "cpu"}, ("n2", 0): {"error": "x"}})) == []
     hidden = {("n1", 0): {"kind": "cpu", "driver": "/dev/kfd"}}
     assert list(judge.devices(hidden)) == [

@@ -19,7 +19,13 @@ from overland.errors import (
     TakenError,
     TrainingError,
 )
-from overland.tools.jobs.supervise.faults import Fault, Findings, expand_ranks
+from overland.tools.jobs.supervise.faults import (
+    Fault,
+    Findings,
+    expand_ranks,
+    with_recorded_ranks,
+)
+from overland.world.flight_recorder import Wait
 from overland.world.last_words import ENDED, SAYS, error_kind, error_place, say
 
 
@@ -347,3 +353,24 @@ def test_a_program_that_cannot_start_anywhere_is_not_blamed_on_a_node() -> None:
 
 def test_a_folder_that_is_taken_is_nobodys_fault() -> None:
     assert findings(said(0, Kind.TAKEN, "job 7 trains there", 1.0)).fault().nodes == ()
+
+
+def test_a_collective_that_timed_out_is_blamed_on_the_rank_that_did_not_join_it() -> None:
+    found = findings(
+        "2: [rank2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+        "srun: error: n1: task 2: Aborted",
+    ).fault()
+    assert found.ranks == (), "rank 2 is only the first that gave up"
+    wait = Wait("nccl:all_reduce number 7 of group tp", (0, 1, 2), (3,))
+    named = with_recorded_ranks(found, wait, {2: "n1", 3: "n2"})
+    assert (named.kind, named.ranks, named.nodes) == (Kind.HANG, (3,), ("n2",))
+    assert "rank 3 did not join ranks 0, 1, 2 in nccl:all_reduce number 7" in named.what
+    assert with_recorded_ranks(found, None, {}) == found
+
+
+def test_what_heartbeats_say_of_a_hang_comes_first() -> None:
+    known = Fault(Kind.HANG, "rank 1 on n1 stopped at step 3", (1,), ("n1",))
+    wait = Wait("nccl:all_reduce number 7 of group tp", (0,), (3,))
+    assert with_recorded_ranks(known, wait, {3: "n2"}) == known
+    killed = Fault(Kind.KILLED, "rank 1 on n1: Killed", (1,), ("n1",))
+    assert with_recorded_ranks(killed, wait, {3: "n2"}) == killed

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from overland.slurm import ask, signal_step
-from overland.tools.jobs.agent import RECORDS
 from overland.tools.jobs.supervise.faults import Findings
 from overland.tools.jobs.supervise.watchdog import GONE_SECONDS, Heard, Watchdog
 from overland.tools.wire import Message, Switchboard, Wire
+from overland.world.flight_recorder import FILES, NAME, recorder_settings
 from overland.world.heartbeat import HEARTBEATS, Phase, heartbeat_prefix
 from overland.world.secret import VARIABLE as SECRET
 from overland.world.secret import new_secret
@@ -52,13 +52,12 @@ def rank_environment(
     """Returns the environment of the ranks: where their agents connect, the secret by which ranks
     recognize each other, and where heartbeats and NCCL's flight recorder are written."""
     return {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        **recorder_settings(fault_folder.absolute() / NAME),
         **env,
         **board.environment(),
         SECRET: new_secret(),
         HEARTBEATS: heartbeat_prefix(job_id(env), attempt),
-        RECORDS: str(fault_folder.absolute() / "nccl_rank_"),
+        FILES: str(fault_folder.absolute() / NAME),
     }
 
 

@@ -11,17 +11,20 @@ import re
 import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from overland.errors import ClusterError, Kind
 from overland.slurm import expand_hosts
+from overland.words import name_ranks
+from overland.world.flight_recorder import Wait
 from overland.world.last_words import ENDED, SAYS, Said
 
 KILLED = r"Killed|Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
 HARDWARE = r"uncorrectable|\bECC\b|\bXid\b|hardware error"
 NCCL_TIMEOUT = "Watchdog caught collective operation timeout"
 NOTHING = "no output"
+TIMED_OUT = "a collective timed out"
 LINES_KEPT = 40  # of each rank
 
 
@@ -176,7 +179,7 @@ class Findings:
             if "Terminated" in end.how:
                 continue
             if self._timed_out and "Aborted" in end.how:  # NCCL's watchdog aborts waiting ranks
-                return [Fault(Kind.HANG, f"a collective timed out; {who}: {end.how}")]
+                return [Fault(Kind.HANG, f"{TIMED_OUT}; {who}: {end.how}")]
             if re.search(KILLED, end.how):
                 # SIGKILL comes from outside the program; other signals come from its own actions.
                 place = "" if "Killed" in end.how else f"{name_ranks(end.ranks)}: {end.how}"
@@ -213,6 +216,17 @@ class Findings:
         return Fault(Kind.UNKNOWN, f"the ranks ended without reporting an error: {words}")
 
 
+def with_recorded_ranks(fault: Fault, wait: Wait | None, nodes: Mapping[int, str]) -> Fault:
+    """Returns a hang with the ranks that the others waited for according to NCCL's flight recorder,
+    unless heartbeats or stacks have named some. `nodes`: the node of each rank."""
+    if fault.kind is not Kind.HANG or wait is None or fault.ranks:
+        return fault
+    where = tuple(dict.fromkeys(nodes[rank] for rank in wait.missing if rank in nodes))
+    blamed = where if len(where) == 1 else ()
+    on = f" (on {', '.join(where)})" if where else ""
+    return replace(fault, what=f"{TIMED_OUT}: {wait.words}{on}", ranks=wait.missing, nodes=blamed)
+
+
 def hosts(text: str) -> tuple[str, ...]:
     try:
         return tuple(expand_hosts(text))
@@ -237,10 +251,3 @@ def expand_ranks(text: str) -> tuple[int, ...]:
         first, _, last = part.partition("-")
         ranks.extend(range(int(first), int(last or first) + 1))
     return tuple(ranks)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}{' …' if len(ranks) > 8 else ''}"

@@ -52,7 +52,7 @@ from overland.tools.jobs.supervise.events import (
     of_submission,
     read_events,
 )
-from overland.tools.jobs.supervise.faults import Fault
+from overland.tools.jobs.supervise.faults import Fault, with_recorded_ranks
 from overland.tools.jobs.supervise.logbook import Logbook, tell
 from overland.tools.jobs.supervise.policy import (
     Answer,
@@ -65,6 +65,7 @@ from overland.tools.jobs.supervise.roster import Roster
 from overland.tools.jobs.supervise.run import Supervised, room_needed
 from overland.tools.jobs.supervise.watchdog import SILENT_SECONDS, Watchdog
 from overland.tools.wire import Switchboard
+from overland.world.flight_recorder import NAME, find_wait, read_records
 from overland.world.heartbeat import node_name
 from overland.world.signals import SIGNALS
 
@@ -205,7 +206,10 @@ class Supervisor:
             return "finished"
         if attempt.findings.stopped():
             return "stopped"
-        return attempt.findings.fault()
+        num_ranks = len(nodes) * self.job.tasks_per_node
+        wait = find_wait(read_records(folder / NAME), num_ranks)
+        where = {rank: heard.node for rank, heard in dog.ranks.items()}
+        return with_recorded_ranks(attempt.findings.fault(), wait, where)
 
     def watch(self, watched: Watched) -> None:
         """Monitors the ranks until they have ended or must be ended."""

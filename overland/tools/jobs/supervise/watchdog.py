@@ -16,8 +16,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from overland.errors import Kind
-from overland.tools.jobs.supervise.faults import Fault, name_ranks
-from overland.world.heartbeat import Phase, Transfer
+from overland.processes import STOPPED_STATES
+from overland.tools.jobs.supervise.faults import Fault
+from overland.words import name_ranks
+from overland.world.heartbeat import Phase, Transfer, behind
 
 FACTOR = 10.0
 FIRST_TIME_SECONDS = 1800.0
@@ -62,7 +64,7 @@ class Heard:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped its process."""
-        return self.state in ("T", "t")
+        return self.state in STOPPED_STATES
 
     @property
     def is_moving(self) -> bool:
@@ -304,7 +306,5 @@ class Watchdog:
 
     def _behind(self) -> list[Heard]:
         """Returns the ranks that are furthest behind, if they are fewer than half of all."""
-        at_work = [rank for rank in self.ranks.values() if not rank.is_over]
-        least = min((rank.place for rank in at_work), default=None)
-        behind = [rank for rank in at_work if rank.place == least]
-        return behind if 2 * len(behind) < len(self.ranks) else []
+        found = behind({rank.rank: rank.place for rank in self.ranks.values()})
+        return [self.ranks[rank] for rank in found if not self.ranks[rank].is_over]
