@@ -22,8 +22,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from overland.checkpoint.formats import LazyCheckpoint as LazyCheckpoint
-    from overland.checkpoint.formats import open_any as open_checkpoint
+    from overland.apps.convert.convert import Conversion as Conversion
+    from overland.apps.convert.convert import convert as convert
+    from overland.apps.convert.formats import Format as Format
+    from overland.apps.convert.formats import LazyCheckpoint as LazyCheckpoint
+    from overland.apps.convert.formats import open_any as open_checkpoint
+    from overland.apps.convert.formats import register_format as register_format
+    from overland.apps.convert.save import save_model as save_model
+    from overland.apps.dataset import TrainingSet as TrainingSet
+    from overland.apps.dataset import open_dataset as open_dataset
+    from overland.apps.evaluation.answers import generate as generate
+    from overland.apps.evaluation.generate import Completion as Completion
+    from overland.apps.evaluation.main import evaluate as evaluate
+    from overland.apps.evaluation.model import OpenModel as OpenModel
+    from overland.apps.evaluation.model import open_model as load_model
+    from overland.apps.train import Trained as Trained
+    from overland.apps.train import load_config as load_config
+    from overland.apps.train import train as train
     from overland.config.errors import ConfigError as ConfigError
     from overland.config.schema import JobConfig as JobConfig
     from overland.data.loader import build_train_loader as build_train_loader
@@ -36,19 +51,6 @@ if TYPE_CHECKING:
     from overland.objectives.registry import register_objective as register_objective
     from overland.optimizers.registry import register_optimizer as register_optimizer
     from overland.parallel.plans import register_plan as register_plan
-    from overland.tools.convert.convert import Conversion as Conversion
-    from overland.tools.convert.convert import convert as convert
-    from overland.tools.convert.save import save_model as save_model
-    from overland.tools.dataset import TrainingSet as TrainingSet
-    from overland.tools.dataset import open_dataset as open_dataset
-    from overland.tools.evaluation.answers import generate as generate
-    from overland.tools.evaluation.generate import Completion as Completion
-    from overland.tools.evaluation.model import OpenModel as OpenModel
-    from overland.tools.evaluation.model import open_model as load_model
-    from overland.tools.evaluation.run import evaluate as evaluate
-    from overland.tools.run import Trained as Trained
-    from overland.tools.run import load_config as load_config
-    from overland.tools.run import train as train
     from overland.training.callbacks import Callback as Callback
     from overland.training.callbacks import register_callback as register_callback
 
@@ -57,6 +59,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Conversion",
+    "Format",
     "JobConfig",
     "LazyCheckpoint",
     "OpenModel",
@@ -74,6 +77,7 @@ __all__ = [
     "open_checkpoint",
     "open_dataset",
     "register_callback",
+    "register_format",
     "register_mask",
     "register_model",
     "register_objective",
@@ -88,25 +92,27 @@ __all__ = [
 # The module of each name, and its name there if it differs.
 _PLACES = {
     "Callback": "overland.training.callbacks",
-    "Completion": "overland.tools.evaluation.generate",
+    "Completion": "overland.apps.evaluation.generate",
     "ConfigError": "overland.config.errors",
-    "Conversion": "overland.tools.convert.convert",
+    "Conversion": "overland.apps.convert.convert",
+    "Format": "overland.apps.convert.formats",
     "JobConfig": "overland.config.schema",
-    "LazyCheckpoint": "overland.checkpoint.formats",
-    "OpenModel": "overland.tools.evaluation.model",
+    "LazyCheckpoint": "overland.apps.convert.formats",
+    "OpenModel": "overland.apps.evaluation.model",
     "OverlandError": "overland.errors",
-    "Trained": "overland.tools.run",
-    "TrainingSet": "overland.tools.dataset",
+    "Trained": "overland.apps.train",
+    "TrainingSet": "overland.apps.dataset",
     "build_train_loader": "overland.data.loader",
-    "convert": "overland.tools.convert.convert",
-    "evaluate": "overland.tools.evaluation.run",
-    "generate": "overland.tools.evaluation.answers",
-    "load_config": "overland.tools.run",
-    "load_model": "overland.tools.evaluation.model:open_model",
+    "convert": "overland.apps.convert.convert",
+    "evaluate": "overland.apps.evaluation.main",
+    "generate": "overland.apps.evaluation.answers",
+    "load_config": "overland.apps.train",
+    "load_model": "overland.apps.evaluation.model:open_model",
     "model_names": "overland.models.registry",
-    "open_checkpoint": "overland.checkpoint.formats:open_any",
-    "open_dataset": "overland.tools.dataset",
+    "open_checkpoint": "overland.apps.convert.formats:open_any",
+    "open_dataset": "overland.apps.dataset",
     "register_callback": "overland.training.callbacks",
+    "register_format": "overland.apps.convert.formats",
     "register_mask": "overland.models.sparse",
     "register_model": "overland.models.registry",
     "register_objective": "overland.objectives.registry",
@@ -114,8 +120,8 @@ _PLACES = {
     "register_plan": "overland.parallel.plans",
     "register_source": "overland.data.registry",
     "register_transform": "overland.models.transform",
-    "save_model": "overland.tools.convert.save",
-    "train": "overland.tools.run",
+    "save_model": "overland.apps.convert.save",
+    "train": "overland.apps.train",
 }
 
 

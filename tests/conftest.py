@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from overland.tools.proofs.pool import RankPool
+from overland.apps.proofs.pool import RankPool
 from tests.times import longest_first, read_times
 
 ROOT = Path(__file__).parents[1]

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overland.checkpoint.formats import LazyCheckpoint, open_any
+from overland.apps.convert import convert
+from overland.apps.convert.formats import LazyCheckpoint, open_any
+from overland.apps.convert.verify import model_with_weights
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.formats.merge import join
 from overland.config.adapter import KEYS, read_adapter_config, settings_of
 from overland.config.schema import JobConfig
 from overland.models.registry import read_hf_config
-from overland.tools.convert import convert
-from overland.tools.convert.verify import model_with_weights
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.jobs import run_job, tiny_job
 from tests.peers import PEFT, install

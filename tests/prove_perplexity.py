@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from overland.config.schema import DataSource
-from overland.tools.evaluation.evaluate import (
+from overland.apps.evaluation.evaluate import (
     Asked,
     evaluate_set,
     open_session,
     sets_for,
     settings_of,
 )
-from overland.tools.evaluation.results import Record
-from overland.tools.proofs.pool import RankPool
+from overland.apps.evaluation.results import Record
+from overland.apps.proofs.pool import RankPool
+from overland.config.schema import DataSource
 from overland.world import World
 from tests.evaluation.plain_perplexity import plain_losses, write_corpora
 from tests.jobs import run_job, tiny_job

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from overland.apps.convert import convert
+from overland.apps.evaluation.evaluate import Asked, open_session
+from overland.apps.evaluation.task_run import no_network
+from overland.apps.evaluation.tasks import AskedTasks, evaluate_tasks
+from overland.apps.proofs.pool import RankPool
 from overland.config.schema import DataSource, JobConfig
-from overland.tools.convert import convert
-from overland.tools.evaluation.evaluate import Asked, open_session
-from overland.tools.evaluation.task_run import no_network
-from overland.tools.evaluation.tasks import AskedTasks, evaluate_tasks
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.evaluation.task_files import KINDS, write_tasks
 from tests.evaluation.texts import CORPUS

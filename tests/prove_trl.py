@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overland.checkpoint.formats import open_any
+from overland.apps.convert.formats import open_any
 from overland.checkpoint.formats.merge import join
 from overland.config.load import load_config
 from overland.config.write import toml_value

@@ -28,14 +28,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from overland.apps.evaluation.cache import CachedDecoder, release
+from overland.apps.evaluation.generate import Generator
+from overland.apps.evaluation.model import OpenModel
+from overland.apps.evaluation.sampling import Sampling
 from overland.config.schema import Model
 from overland.data.tokenizer import Tokenizer
 from overland.models import build_model
 from overland.models.registry import model_config
-from overland.tools.evaluation.cache import CachedDecoder, release
-from overland.tools.evaluation.generate import Generator
-from overland.tools.evaluation.model import OpenModel
-from overland.tools.evaluation.sampling import Sampling
 
 PROMPT_TOKENS = 512
 WORK = {"one prompt": (1, 256), "64 prompts": (64, 128)}

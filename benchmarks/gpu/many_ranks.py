@@ -19,10 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from overland.apps.proofs.evidence import Evidence
+from overland.apps.proofs.layouts import WAYS, ProofLayout, parse_all
+from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
-from overland.tools.proofs.evidence import Evidence
-from overland.tools.proofs.layouts import WAYS, ProofLayout, parse_all
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 
 ROOT = Path(__file__).parents[2]

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from overland.apps.evaluation.cache import CachedDecoder
+from overland.apps.evaluation.generate import Generator
 from overland.config.schema import Lora
 from overland.kernels.nf4 import pack
 from overland.models import DecoderConfig, build_model
@@ -28,8 +30,6 @@ from overland.models.init import init_weights
 from overland.models.lora import LoRA, LoRALinear
 from overland.models.nf4 import NF4, narrow_matrices
 from overland.models.transform import apply_transforms
-from overland.tools.evaluation.cache import CachedDecoder
-from overland.tools.evaluation.generate import Generator
 from tests.evaluation.engines import GREEDY, opened, some_prompts
 from tests.models.tiny import CASES, hf
 

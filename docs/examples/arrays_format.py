@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from overland.checkpoint.formats import Format, LazyCheckpoint, register_format
+from overland import Format, LazyCheckpoint, register_format
 from overland.checkpoint.formats.lazy import held
 
 

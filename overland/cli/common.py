@@ -63,7 +63,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def complete_site(incomplete: str) -> list[str]:
-    from overland.tools.jobs.site import site_files
+    from overland.cluster.site import site_files
 
     return [name for name in sorted(site_files()) if name.startswith(incomplete)]
 

@@ -61,10 +61,10 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
 ) -> None:
     """Convert a checkpoint, tensor by tensor; the format of SOURCE is detected."""
-    from overland.checkpoint.formats import Options
+    from overland.apps.convert import convert as convert_checkpoint
+    from overland.apps.convert.formats import Options
     from overland.cli.data_build import import_sources
     from overland.errors import CheckpointError
-    from overland.tools.convert import convert as convert_checkpoint
 
     if names not in ("hf", "torchtitan"):
         raise CheckpointError(f"--names {names}: expected hf or torchtitan")

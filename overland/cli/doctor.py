@@ -28,8 +28,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check the environment, versions, caches and limits, and start once without a network."""
-    from overland.tools.doctor import examine
-    from overland.tools.jobs.site import load_site
+    from overland.cluster.doctor import examine
+    from overland.cluster.site import load_site
 
     findings = []
     for one in examine(config, load_site(site) if site else None):

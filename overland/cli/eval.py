@@ -166,10 +166,10 @@ def evaluate(
     else:
         require_degree(tensor_parallel, world.size)
 
+    from overland.apps.evaluation.evaluate import Asked
+    from overland.apps.evaluation.main import asked_tasks, evaluate_here
+    from overland.apps.evaluation.model import DTYPES
     from overland.config.schema import DataSource
-    from overland.tools.evaluation.evaluate import Asked
-    from overland.tools.evaluation.model import DTYPES
-    from overland.tools.evaluation.run import asked_tasks, evaluate_here
 
     asked = Asked(
         path=path.expanduser(),
@@ -256,7 +256,7 @@ def require_degree(tensor_parallel: int, num_ranks: int) -> None:
 
 def launch(num_ranks: int, printing: Sequence[int], path: Path, output: Path | None) -> int:
     """Starts the same command on this many ranks."""
-    from overland.tools.evaluation.results import place_of
+    from overland.apps.evaluation.results import place_of
     from overland.world.launch import launch_local
 
     path = path.expanduser().absolute()

@@ -16,11 +16,11 @@ from overland.progress import progress_bar
 from overland.streams import raw
 
 if TYPE_CHECKING:
-    from overland.tools.evaluation.answers import Asking
-    from overland.tools.evaluation.generate import Completion, Generator
-    from overland.tools.evaluation.model import OpenModel
-    from overland.tools.evaluation.prompts import Prompt
-    from overland.tools.evaluation.sampling import Sampling
+    from overland.apps.evaluation.answers import Asking
+    from overland.apps.evaluation.generate import Completion, Generator
+    from overland.apps.evaluation.model import OpenModel
+    from overland.apps.evaluation.prompts import Prompt
+    from overland.apps.evaluation.sampling import Sampling
 
 RESET = "/reset"
 CONTEXT, TOKENS = "context is full", "number of tokens"  # why a text ended
@@ -93,15 +93,15 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
 ) -> None:
     """Continue prompts with a model, or chat with it."""
-    from overland.tools.evaluation.model import open_model
-    from overland.tools.evaluation.prompts import (
+    from overland.apps.evaluation.model import open_model
+    from overland.apps.evaluation.prompts import (
         Prompt,
         check_prompts,
         has_unread_input,
         piped_prompts,
         read_prompts,
     )
-    from overland.tools.evaluation.sampling import Sampling
+    from overland.apps.evaluation.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if chat and parse_specials is not None:
@@ -150,7 +150,7 @@ class Asked:
 
     @property
     def asking(self) -> Asking:
-        from overland.tools.evaluation.answers import Asking
+        from overland.apps.evaluation.answers import Asking
 
         return Asking(
             self.opened, self.sampling, self.num_tokens, self.stop, self.chat, self.system,
@@ -158,7 +158,7 @@ class Asked:
         )  # fmt: skip
 
     def generator(self, batch_size: int, length: int) -> Generator:
-        from overland.tools.evaluation.generate import Generator
+        from overland.apps.evaluation.generate import Generator
 
         made = Generator(self.opened, batch_size=batch_size, length=length)
         note_cache(made)
@@ -226,9 +226,9 @@ def show_json(prompt: str, text: str, one: Completion) -> None:
 
 def converse(asked: Asked) -> None:
     """Talks until the input ends."""
+    from overland.apps.evaluation.chat import Conversation
+    from overland.apps.evaluation.prompts import check_turn
     from overland.errors import OverlandError
-    from overland.tools.evaluation.chat import Conversation
-    from overland.tools.evaluation.prompts import check_turn
 
     generator = asked.generator(1, asked.opened.context)
     talk = Conversation(

@@ -19,7 +19,7 @@ from overland.streams import raw
 from overland.words import number_of
 
 if TYPE_CHECKING:
-    from overland.tools.hub.fetch import Fetched, Wanted
+    from overland.apps.hub.fetch import Fetched, Wanted
 
 
 class FetchKind(StrEnum):
@@ -64,9 +64,9 @@ def fetch(
 ) -> None:
     """Download a model, a tokenizer, a dataset, or all datasets of evaluation tasks. Interrupted
     downloads resume, and every byte is verified. HF_ENDPOINT and HF_TOKEN are respected."""
-    from overland.tools.hub.fetch import FetchKind as OfHub
-    from overland.tools.hub.fetch import Wanted, default_folder
-    from overland.tools.hub.fetch import fetch as fetch_files
+    from overland.apps.hub.fetch import FetchKind as OfHub
+    from overland.apps.hub.fetch import Wanted, default_folder
+    from overland.apps.hub.fetch import fetch as fetch_files
 
     if kind is FetchKind.tasks:
         refuse_options({"--revision": revision, "--subset": subset, "--include": include})
@@ -96,8 +96,7 @@ def fetch_for_tasks(
     names: list[str], include_path: Path | None, to: Path | None, dry_run: bool, as_json: bool
 ) -> None:
     """Downloads the datasets that tasks read, or lists them."""
-    from overland.errors import HubError
-    from overland.tools.evaluation.task_data import (
+    from overland.apps.evaluation.task_data import (
         fetch_tasks,
         in_words,
         matching,
@@ -106,6 +105,7 @@ def fetch_for_tasks(
         task_names,
         tasks_root,
     )
+    from overland.errors import HubError
 
     wanted = task_names(names)
     manager = open_manager(wanted, include_path)
@@ -128,7 +128,7 @@ def fetch_for_tasks(
 def verify_fetched(
     wanted: Wanted, folder: Path, report: Callable[[str, int, int], None], as_json: bool
 ) -> None:
-    from overland.tools.hub.fetch import verify_folder
+    from overland.apps.hub.fetch import verify_folder
 
     problems = verify_folder(wanted, folder, report)
     if as_json:
@@ -143,7 +143,7 @@ def verify_fetched(
 
 
 def print_fetched(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) -> None:
-    from overland.tools.hub.fetch import config_lines
+    from overland.apps.hub.fetch import config_lines
 
     snapshot = done.snapshot
     lines = config_lines(wanted.kind, wanted.name, folder, wanted.subset)
@@ -217,7 +217,7 @@ def push(
 ) -> None:
     """Upload a folder, such as the weights in RUN/hf, and verify what arrived. HF_ENDPOINT and
     HF_TOKEN are respected."""
-    from overland.tools.hub.push import push as push_files
+    from overland.apps.hub.push import push as push_files
 
     with redirect_stderr(raw(sys.stderr)):  # where the client of the Hub draws its bars
         done = push_files(

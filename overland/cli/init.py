@@ -66,7 +66,7 @@ def init_recipe(recipe: str, dest: Path | None, force: bool) -> None:
 
 
 def init_scripts(name: str, folder: Path, force: bool) -> None:
-    from overland.tools.scripts import about, copy_scripts
+    from overland.apps.scripts import about, copy_scripts
 
     for path, done in copy_scripts(name, folder, force).items():
         print(f"{done} {path}")
@@ -91,7 +91,7 @@ def list_recipes() -> str:
 
 def list_scripts() -> str:
     """Returns one line per trainer whose scripts can be copied."""
-    from overland.tools.scripts import about, script_names
+    from overland.apps.scripts import about, script_names
     from overland.words import command
 
     titles = {name: about(name)[0] for name in script_names()}

@@ -14,8 +14,8 @@ from overland.cli.common import user_errors
 from overland.streams import raw
 
 if TYPE_CHECKING:
-    from overland.tools.preflight.conduct import PreflightSettings
-    from overland.tools.preflight.report import Report
+    from overland.cluster.preflight.conduct import PreflightSettings
+    from overland.cluster.preflight.report import Report
 
 BAD = 1
 
@@ -40,12 +40,12 @@ def preflight(
     Exit codes: 0 if all are good, 1 if some are bad, 2 if the test could not run.
     """
     if task:
-        from overland.tools.preflight.task import run_task
+        from overland.cluster.preflight.task import run_task
 
         return run_task()
+    from overland.cluster.preflight.conduct import PreflightSettings
     from overland.config.arguments import Arguments
     from overland.config.load import find_source
-    from overland.tools.preflight.conduct import PreflightSettings
 
     path = find_source(config, Arguments(), os.environ)[0] if config else None
     report = run(PreflightSettings.of(path, os.environ, quick), nodes)
@@ -61,16 +61,16 @@ def run(
     job: PreflightSettings, only: str | None, env: Mapping[str, str] = os.environ
 ) -> Report | None:
     """Starts the tasks, or joins those that a launcher has already started."""
+    from overland.cluster.preflight.conduct import preflight_here, preflight_with
+    from overland.cluster.preflight.start import nodes_of, srun_words, tasks_per_node
     from overland.config.arguments import ngpu
     from overland.errors import ClusterError
-    from overland.tools.preflight.conduct import preflight_here, preflight_with
-    from overland.tools.preflight.start import nodes_of, srun_words, tasks_per_node
     from overland.world.devices import num_local_ranks
     from overland.world.launchers import find_world
 
     world = find_world(env)
     if world is not None and world.size > 1:
-        from overland.tools.preflight.conduct import preflight_among_ranks
+        from overland.cluster.preflight.conduct import preflight_among_ranks
 
         if only is not None:
             raise ClusterError(

@@ -13,7 +13,7 @@ from overland.cli.common import user_errors
 from overland.progress import progress_bar
 
 if TYPE_CHECKING:
-    from overland.tools.proofs.layouts import ProofLayout
+    from overland.apps.proofs.layouts import ProofLayout
 
 HELP = "Evidence: equal losses across layouts and resumes, exact data, intact checkpoints."
 
@@ -53,17 +53,17 @@ def layout(
 ) -> None:
     """Train a tiny model, or a custom one, under each layout on local ranks and compare with one
     process."""
-    from overland.config.errors import ConfigError, Problem
-    from overland.tools.proofs.evidence import Evidence
-    from overland.tools.proofs.layout import (
+    from overland.apps.proofs.evidence import Evidence
+    from overland.apps.proofs.layout import (
         HEAD,
         NORM_TOLERANCES,
         TOLERANCES,
         prove_layouts,
         settings_of,
     )
-    from overland.tools.proofs.layouts import FIVE_AXES, LAYOUTS, OWN, SHORT, parse_all
-    from overland.tools.proofs.pool import RankPool
+    from overland.apps.proofs.layouts import FIVE_AXES, LAYOUTS, OWN, SHORT, parse_all
+    from overland.apps.proofs.pool import RankPool
+    from overland.config.errors import ConfigError, Problem
     from overland.words import any_of
 
     if dtype not in TOLERANCES:
@@ -132,11 +132,11 @@ def resume(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per pair.")] = False,
 ) -> None:
     """Save a tiny run under each layout, resume it under each, and compare with an unbroken run."""
+    from overland.apps.proofs.evidence import Evidence
+    from overland.apps.proofs.layouts import parse_all
+    from overland.apps.proofs.pool import RankPool
+    from overland.apps.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
     from overland.config.errors import ConfigError, Problem
-    from overland.tools.proofs.evidence import Evidence
-    from overland.tools.proofs.layouts import parse_all
-    from overland.tools.proofs.pool import RankPool
-    from overland.tools.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
 
     check_device(device, ranks_per_device)
     try:
@@ -212,7 +212,7 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Replay the data plan of a run and compare it with what the model actually consumed."""
-    from overland.tools.proofs.data import prove_data
+    from overland.apps.proofs.data import prove_data
 
     with progress_bar("steps") as progress:
         verdict = prove_data(run.expanduser(), first, last, progress)
@@ -239,9 +239,9 @@ def sessions(
     """Kill ten data-reading sessions on 1 to 8 ranks, and compare what they read with one run."""
     import tempfile
 
+    from overland.apps.proofs.evidence import Evidence
+    from overland.apps.proofs.sessions import HEAD, SHORT, STORIES, prove_sessions
     from overland.config.errors import ConfigError, Problem
-    from overland.tools.proofs.evidence import Evidence
-    from overland.tools.proofs.sessions import HEAD, SHORT, STORIES, prove_sessions
 
     words = set(stories.split())
     chosen = STORIES if stories == "all" else SHORT if stories == "short" else []

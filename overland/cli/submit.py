@@ -20,11 +20,11 @@ from typer.core import TyperCommand
 from overland.cli.common import Settings, complete_site, split_settings, user_errors
 
 if TYPE_CHECKING:
+    from overland.cluster.job import JobRequest, RunPlace
+    from overland.cluster.site import NamedSite
     from overland.config.errors import ProblemKind
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
-    from overland.tools.jobs.job import JobRequest, RunPlace
-    from overland.tools.jobs.site import NamedSite
 
 
 class Submit(TyperCommand):
@@ -100,14 +100,14 @@ def submit(
     options are those of `overland eval`: overland submit CHECKPOINT --eval --tasks hellaswag --site
     NAME
     """
+    from overland.cluster.job import JobRequest, num_devices_per_node, plan_job
+    from overland.cluster.script import refuse_secret_values, render_job
+    from overland.cluster.site import load_site, site_files
+    from overland.cluster.submit import check_scheduler, how_to_follow, next_files, write_private
+    from overland.cluster.submit import submit as hand_in
     from overland.config.write import to_toml
     from overland.errors import ClusterError
     from overland.run_folder import remove_old_stop
-    from overland.tools.jobs.job import JobRequest, num_devices_per_node, plan_job
-    from overland.tools.jobs.script import refuse_secret_values, render_job
-    from overland.tools.jobs.site import load_site, site_files
-    from overland.tools.jobs.submit import check_scheduler, how_to_follow, next_files, write_private
-    from overland.tools.jobs.submit import submit as hand_in
 
     if sites or (site is None and not settings):
         print(list_sites())
@@ -173,7 +173,7 @@ def submit(
 
 
 def list_sites() -> str:
-    from overland.tools.jobs.site import load_site, site_files
+    from overland.cluster.site import load_site, site_files
     from overland.words import command
 
     files = site_files()
@@ -238,10 +238,10 @@ def can_be_repeated(config: JobConfig) -> bool:
 
 
 def run_place(config: JobConfig) -> RunPlace:
+    from overland.cluster.job import RunPlace
+    from overland.cluster.script import session_file
     from overland.errors import ClusterError
     from overland.run_folder import STOPPED, RunFolder
-    from overland.tools.jobs.job import RunPlace
-    from overland.tools.jobs.script import session_file
 
     folder, training = RunFolder.of(config), config.training
     steps, length = training.steps, f"{training.steps} steps"
@@ -303,7 +303,7 @@ MANY_NODES = 8  # with so many, imports from Lustre took 51 s on Frontier, and 2
 def with_packed_python(site: NamedSite, wanted: JobRequest) -> JobRequest:
     """Returns the request with the environment that the site's setup script packed, for a job of
     several nodes with disks of their own; reports what is used."""
-    from overland.tools.jobs.script import packed_by_setup
+    from overland.cluster.script import packed_by_setup
     from overland.words import command
 
     num_nodes = wanted.nodes + wanted.spares
@@ -348,8 +348,8 @@ def env(
     With --job, print the lines for a job script of your own. They install nothing:
     eval "$(overland env SITE --job)"
     """
-    from overland.tools.jobs.script import render_session, render_setup
-    from overland.tools.jobs.site import load_site
+    from overland.cluster.script import render_session, render_setup
+    from overland.cluster.site import load_site
 
     if site is None:
         print(list_sites())
@@ -371,9 +371,9 @@ def supervise(
     requeue: Annotated[bool, typer.Option(help="Requeue the job when good nodes run out.")] = False,
 ) -> None:
     """Start, watch and restart the ranks of a job; used by the scripts of `overland submit`."""
-    from overland.tools.jobs.supervise.policy import MAX_FAILED_STARTS
-    from overland.tools.jobs.supervise.run import Supervised
-    from overland.tools.jobs.supervise.supervisor import supervise
+    from overland.cluster.supervise.policy import MAX_FAILED_STARTS
+    from overland.cluster.supervise.supervised import Supervised
+    from overland.cluster.supervise.supervisor import supervise
 
     with config.open("rb") as file:
         settings = tomllib.load(file)

@@ -15,8 +15,8 @@ import typer
 CARRIED = ("SCRATCH_ROOT", "HF_DATASETS_CACHE")  # where the tasks' datasets are
 
 if TYPE_CHECKING:
-    from overland.tools.jobs.job import BatchJob, JobRequest, RunPlace
-    from overland.tools.jobs.site import NamedSite
+    from overland.cluster.job import BatchJob, JobRequest, RunPlace
+    from overland.cluster.site import NamedSite
 
 
 def submit_evaluation(
@@ -24,10 +24,10 @@ def submit_evaluation(
 ) -> None:
     """Checks the options of `overland eval`, writes the script and submits it."""
     from overland.cli.eval import require_degree
-    from overland.tools.jobs.job import plan_job
-    from overland.tools.jobs.script import refuse_secret_values, render_evaluation
-    from overland.tools.jobs.submit import next_files, require_sbatch, write_private
-    from overland.tools.jobs.submit import submit as hand_in
+    from overland.cluster.job import plan_job
+    from overland.cluster.script import refuse_secret_values, render_evaluation
+    from overland.cluster.submit import next_files, require_sbatch, write_private
+    from overland.cluster.submit import submit as hand_in
 
     options = check_words(words, wanted)
     if not dry_run:
@@ -73,11 +73,11 @@ def check_words(words: list[str], wanted: JobRequest) -> dict[str, Any]:
 
 def check_data(options: dict[str, Any]) -> None:
     """Refuses data that does not exist."""
+    from overland.apps.evaluation.documents import sets_of
+    from overland.apps.evaluation.model import find_run
     from overland.config.load import load_config
     from overland.config.schema import DataSource
     from overland.run_folder import CONFIG
-    from overland.tools.evaluation.documents import sets_of
-    from overland.tools.evaluation.model import find_run
 
     run = find_run(options["path"].expanduser())[0]
     config = None if run is None else load_config(str(run / CONFIG), env={}).config
@@ -88,15 +88,15 @@ def check_tasks(options: dict[str, Any]) -> None:
     """Refuses tasks whose datasets are missing, before the job waits for a node."""
     if not options["tasks"]:
         return
-    from overland.errors import ClusterError
-    from overland.tools.evaluation.task_data import (
+    from overland.apps.evaluation.task_data import (
         matching,
         needs_of,
         open_manager,
         task_names,
         tasks_root,
     )
-    from overland.tools.evaluation.task_run import no_network
+    from overland.apps.evaluation.task_run import no_network
+    from overland.errors import ClusterError
     from overland.words import command
 
     no_network()
@@ -116,10 +116,10 @@ def check_tasks(options: dict[str, Any]) -> None:
 
 def place_for(options: dict[str, Any]) -> RunPlace:
     """Returns where scripts and logs go: the run folder, or next to the weights."""
-    from overland.tools.evaluation.model import find_run
-    from overland.tools.evaluation.results import place_of
-    from overland.tools.jobs.job import RunPlace
-    from overland.tools.jobs.script import session_file
+    from overland.apps.evaluation.model import find_run
+    from overland.apps.evaluation.results import place_of
+    from overland.cluster.job import RunPlace
+    from overland.cluster.script import session_file
 
     path = options["path"].expanduser().absolute()
     folder = (find_run(path)[0] or place_of(path, None, options["output"])).absolute()
@@ -139,7 +139,7 @@ def place_for(options: dict[str, Any]) -> RunPlace:
 
 
 def name_of(folder: Path) -> str:
-    from overland.tools.jobs.job import job_name
+    from overland.cluster.job import job_name
 
     return f"eval-{job_name(folder)}"
 
@@ -157,7 +157,7 @@ def facts(job: BatchJob) -> dict[str, object]:
 
 
 def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
-    from overland.tools.jobs.submit import with_comments
+    from overland.cluster.submit import with_comments
 
     logs = shlex.quote(str(job.place.logs))
     if job.site.facts.scheduler == "none":

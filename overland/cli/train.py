@@ -48,8 +48,8 @@ def train(
     """
     end_at_signal("stopped before the first step; nothing to save")
     from overland.cli.check import report
+    from overland.cluster.agent import under_watch
     from overland.config.arguments import dry_run, ngpu
-    from overland.tools.jobs.agent import under_watch
     from overland.world import World
     from overland.world.launchers import export_world, find_world
 
@@ -109,7 +109,7 @@ def train_here(
             before = memory_state()
             code = launch_local(words, num_ranks, printing, folder.logs)
             if code == 128 + signal.SIGKILL:
-                from overland.tools.run import killed_in_words
+                from overland.apps.train import killed_in_words
 
                 print(killed_in_words(loaded.config, num_ranks, before), file=sys.stderr)
             raise typer.Exit(code)
@@ -118,8 +118,8 @@ def train_here(
 
 def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[str]]:
     """Chooses the run folder before ranks are started, and passes it to them as a setting."""
+    from overland.apps.train import in_fresh_folder
     from overland.run_folder import fresh_folder
-    from overland.tools.run import in_fresh_folder
 
     config = loaded.config
     if config.checkpoint.resume != "none":
@@ -142,7 +142,7 @@ def saved_step(config: JobConfig) -> int:
 
 def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Heartbeat) -> None:
     """Trains as one rank; exits with `STOPPED` if the run was stopped before its end."""
-    from overland.tools.run import train_rank
+    from overland.apps.train import train_rank
 
     if not train_rank(loaded.config, world, printing, beat).finished:
         raise typer.Exit(STOPPED)

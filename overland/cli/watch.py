@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from overland.cli.common import user_errors
 
 if TYPE_CHECKING:
-    from overland.tools.watch.watch import Watch
+    from overland.apps.watch.watch import Watch
 
 EXIT_CODES = {"stopped": 1, "failed": 1, "silent": 3}
 SLURM_PATIENCE = 5.0  # seconds to wait for Slurm, when the state is printed once
@@ -68,11 +68,11 @@ def watch(
     With --once, the exit code gives the state: 0 alive or finished, 1 stopped or failed, 2 nothing
     to watch, 3 no sign of life.
     """
+    from overland.apps.watch.listing import newest_run
+    from overland.apps.watch.view import draw
+    from overland.apps.watch.watch import Watch
     from overland.console import SafeConsole
     from overland.errors import NoRun
-    from overland.tools.watch.listing import newest_run
-    from overland.tools.watch.view import draw
-    from overland.tools.watch.watch import Watch
 
     if not runs:
         runs = [newest_run(Path())]
@@ -99,8 +99,8 @@ def watch(
 
 def serve_page(runs: list[Path], port: int) -> None:
     """Serves until Ctrl-C."""
-    from overland.tools.reporting.run import open_runs
-    from overland.tools.reporting.serve import PORT, open_server, tunnel
+    from overland.apps.report.serve import PORT, open_server, tunnel
+    from overland.apps.report.summary import open_runs
 
     with open_server(open_runs(runs), port or PORT) as server:
         print(f"{server.address}\n\nFrom another machine, first run:  {tunnel(server)}\n"
@@ -113,8 +113,8 @@ def follow(watched: Watch, interval: float) -> None:
     """Shows the run until it is finished, or until q or Ctrl-C."""
     from rich.live import Live
 
+    from overland.apps.watch.view import draw, finished_words
     from overland.console import SafeConsole
-    from overland.tools.watch.view import draw, finished_words
 
     console = SafeConsole()
     seen = watched.look()

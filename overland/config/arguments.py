@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from overland.config.dialects.torchtitan import todays_key
 from overland.config.errors import ConfigError, Problem
 from overland.config.fields import Key, find_key, nearest_key
 from overland.config.source import Entries, Entry, KeyPath, flatten
 from overland.config.validate import lesson
+from overland.plugins import plugin
 from overland.words import nearest_name
 
 COMMAND_LINE = "command line"
@@ -55,15 +55,20 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         if negated:
             _put(found, path, False)
         elif equals:
-            _put(found, path, parse_value(text, find_key(todays_key(path))))
-        elif rest and _is_value(rest[0], find_key(todays_key(path))):
-            _put(found, path, parse_value(rest.pop(0), find_key(todays_key(path))))
-        elif (key := find_key(todays_key(path))) is None or key.accepts(bool):
+            _put(found, path, parse_value(text, key_of(path)))
+        elif rest and _is_value(rest[0], key_of(path)):
+            _put(found, path, parse_value(rest.pop(0), key_of(path)))
+        elif (key := key_of(path)) is None or key.accepts(bool):
             _put(found, path, True)
         else:
             message = f"needs a value; expected {key.type_words}"
             found.problems.append(Problem(message, where=COMMAND_LINE, key=key.dotted))
     return found
+
+
+def key_of(path: KeyPath) -> Key | None:
+    """Returns the key that a path names, also by an older name."""
+    return find_key(path) or find_key(plugin("dialects").todays_key(path))
 
 
 def _path(name: str) -> KeyPath:
@@ -145,9 +150,9 @@ def _bad_variable(name: str, text: str, message: str) -> ConfigError:
 
 def _without_no(path: KeyPath) -> tuple[KeyPath, bool]:
     """Reads `checkpoint.no_enable` as `checkpoint.enable`, negated, unless such a key exists."""
-    if path[-1].startswith("no_") and find_key(todays_key(path)) is None:
+    if path[-1].startswith("no_") and key_of(path) is None:
         plain = (*path[:-1], path[-1].removeprefix("no_"))
-        key = find_key(todays_key(plain))
+        key = key_of(plain)
         if key is not None and key.accepts(bool):
             return plain, True
     return path, False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from pydantic.fields import FieldInfo
 from overland.config.errors import show_value
 from overland.config.schema import HOLDS_A_PATH, JobConfig, Section
 from overland.words import any_of, nearest_name
+
+# Of the names and flavors of models, those that other trainers use for something else.
+OLDER_VALUES = re.compile(r"llama|llama3_ft|.*_(flex|varlen)(_attn)?")
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,18 @@ def find_key(path: tuple[str, ...]) -> Key | None:
     if key is None or (len(path) > 2 and not key.accepts(dict)):
         return None
     return key.inside(path) if len(path) > 3 and key.table else key
+
+
+def is_current(path: tuple[str, ...], value: Any) -> bool:
+    """Whether a key and its value are ours, so that no dialect needs to be asked about them."""
+    key = find_key(path)
+    if key is None:
+        return False
+    if key.dotted in ("model.name", "model.flavor"):
+        return not (isinstance(value, str) and OLDER_VALUES.fullmatch(value))
+    if isinstance(value, str) and key.choices:
+        return value in key.choices
+    return type(value) is not int or not key.accepts(str) or key.accepts(int)
 
 
 def nearest_key(dotted: str) -> str | None:

@@ -26,17 +26,15 @@ from overland.config.arguments import (
     environment_entries,
     parse_arguments,
 )
-from overland.config.dialects import Translated
-from overland.config.dialects.axolotl import is_axolotl, translate_axolotl
-from overland.config.dialects.stub import is_stub, translate_stub
-from overland.config.dialects.torchtitan import translate_torchtitan
 from overland.config.errors import ConfigError, Problem, show_value
+from overland.config.fields import is_current
 from overland.config.own_folder import from_own_folder
 from overland.config.schema import PAIR_DEFAULTS, SFT_DEFAULTS, Job, JobConfig
-from overland.config.source import SUFFIXES, Entries, KeyPath, overlay, read_file
+from overland.config.source import SUFFIXES, Entries, KeyPath, Translated, overlay, read_file
 from overland.config.validate import check_switches, validate_entries
 from overland.config.variables import Resolved, resolve_paths
 from overland.files import read_json
+from overland.plugins import plugin
 from overland.run_folder import COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
 from overland.words import any_of, command, nearest_name, number_of
 
@@ -160,28 +158,12 @@ def load_config(
 def translate(
     entries: Entries, shown: str, below: Entries | None = None, above: Entries | None = None
 ) -> Translated:
-    """Returns entries in current keys, notes on keys that were renamed or have no effect, and
-    problems: keys that would train something else here than in the trainer the file is for.
-
-    Args:
-        entries: What was read.
-        shown: Name of the place it was read from.
-        below: Entries, in current keys, that these will override.
-        above: Entries that will override these, untranslated.
-    """
-    first = Translated(entries, [], [])
-    if is_stub(entries):
-        first = translate_stub(entries, shown, above or {})
-    elif is_axolotl(entries):
-        first = translate_axolotl(entries, shown, above or {})
-    second = translate_torchtitan(first.entries, shown, below or {}, above or {})
-    return Translated(
-        second.entries,
-        first.notes + second.notes,
-        first.problems + second.problems,
-        first.routine | second.routine,
-        first.about or second.about,
-    )
+    """Returns the entries in current keys; see `overland/apps/dialects`, which is only asked about
+    a file that has other keys or values."""
+    if all(is_current(path, entry.value) for path, entry in entries.items()):
+        return Translated(entries, [], [])
+    translated: Translated = plugin("dialects").translate(entries, shown, below or {}, above or {})
+    return translated
 
 
 def with_sft_defaults(

@@ -10,7 +10,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from overland.config.errors import ConfigError, Problem
 from overland.config.schema import IN_PLACE_OF
@@ -35,6 +35,17 @@ class Entry:
 
 
 Entries = dict[KeyPath, Entry]
+
+
+class Translated(NamedTuple):
+    entries: Entries
+    notes: list[str]
+    problems: list[Problem]
+    routine: frozenset[str] = frozenset()
+    """The notes that only say what became of a key."""
+    about: str = ""
+    """Names the trainer that the file is for."""
+
 
 MOST_BITS = 4096
 SUFFIXES = (".toml", ".yaml", ".yml")

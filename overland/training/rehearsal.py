@@ -18,9 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from overland.checkpoint.adopt import is_four_files, open_four_files
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
-from overland.checkpoint.formats import open_any
 from overland.checkpoint.formats.checkpoint import MODEL
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import open_checkpoint, refuse_unused, without
@@ -83,6 +81,7 @@ from overland.optimizers.registry import rules_of, state_bytes, state_kinds
 from overland.optimizers.rule import Scalar
 from overland.parallel.apply import freeze, transforms_for
 from overland.parallel.sharding import named_buffers, named_parameters
+from overland.plugins import plugin
 from overland.run_folder import RunFolder
 from overland.training.readme import model_name
 from overland.training.resume import policy_of_the_resumed, shares_of_the_resumed
@@ -438,8 +437,8 @@ def try_newest(
 
 def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -> list[str]:
     """Raises if a run could not resume the checkpoint; returns notes about changed settings."""
-    if is_four_files(path):
-        model, files = model_of(config), open_four_files(path)
+    if plugin("four_files").is_four_files(path):
+        model, files = model_of(config), plugin("four_files").open_four_files(path)
         has = {name: tuple(lazy.shape) for name, lazy in files.tensors.items()}
         refuse_unused(path, has, state_names(model))
         kept = {} if config.checkpoint.skip_optimizer else state_shapes(model, config)
@@ -500,7 +499,7 @@ def try_weights(path: Path, config: JobConfig) -> None:
         )
         return
     describe = getattr(model_config(config.model), "to_hf", None)
-    weights = open_any(path, describe() if describe else None).weights()
+    weights = plugin("formats").open_any(path, describe() if describe else None).weights()
     own = {n: shape for n, shape in shapes_of(model).items() if added_rule(model, n) is None}
     has = {name: tuple(one.shape) for name, one in weights.items()}
     if (new := new_rows_of(config)) is not None:

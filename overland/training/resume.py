@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.adapters import set_later_adapters_aside
-from overland.checkpoint.adopt import adopt, is_four_files
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
-from overland.checkpoint.formats import open_any
 from overland.checkpoint.formats.lazy import counting
 from overland.checkpoint.formats.peft import OLD_WEIGHTS, WEIGHTS, open_peft
 from overland.checkpoint.formats.sparse import densify
@@ -30,6 +28,7 @@ from overland.models.nf4 import narrow_matrices
 from overland.models.transform import added_rule, transforms_of
 from overland.parallel.comm import all_of, first_problem, from_first_rank
 from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
+from overland.plugins import plugin
 from overland.run_folder import CONFIG, RunFolder
 from overland.training.state import check_finite, restore
 from overland.training.vocabulary import new_rows_of
@@ -81,14 +80,15 @@ def start_from(run: Run, report: Report) -> None:
 def adopted(run: Run, path: Path, report: Report) -> Path:
     """Returns a checkpoint that can be resumed: `path`, or one converted from the training stub's
     four files there. Called by all ranks together."""
-    if not from_first_rank(is_four_files(path)):
+    four_files = plugin("four_files")
+    if not from_first_rank(four_files.is_four_files(path)):
         return path
     made, problem = path, ""
     run.beat.pulse.begin()
     if run.world.is_first:
         try:
             with counting(run.beat.pulse.moved):
-                made = adopt(path, run.store.folder, run.store.disk)
+                made = four_files.adopt(path, run.store.folder, run.store.disk)
         except (CheckpointError, OSError) as error:
             problem = str(error)
     run.beat.pulse.wait()
@@ -218,7 +218,7 @@ def _load_foreign(run: Run, path: Path) -> None:
             "load weights in 4 bits: run `overland convert` with `--to hf` first"
         )
     describe = getattr(run.model_config, "to_hf", None)
-    source = open_any(path, describe() if describe else None)
+    source = plugin("formats").open_any(path, describe() if describe else None)
     if run.config.model.sparse is None:
         source = densify(source)
     weights = source.weights()

@@ -13,8 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from overland.apps.convert import convert
+from overland.apps.convert.formats import open_any
+from overland.apps.convert.verify import model_with_weights
+from overland.apps.evaluation import model as evaluation
+from overland.apps.evaluation.model import find_run, open_model
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.adapters import follow
-from overland.checkpoint.formats import open_any
 from overland.checks import load_checked
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
@@ -23,12 +29,6 @@ from overland.errors import CheckpointError
 from overland.files import Disk
 from overland.models.registry import read_hf_config
 from overland.parallel.sharding import named_parameters
-from overland.tools.convert import convert
-from overland.tools.convert.verify import model_with_weights
-from overland.tools.evaluation import model as evaluation
-from overland.tools.evaluation.model import find_run, open_model
-from overland.tools.proofs.layouts import parse
-from overland.tools.proofs.pool import RankPool
 from overland.training.run import build_run
 from overland.world import World
 from tests.checkpoint.convert.samples import fixture

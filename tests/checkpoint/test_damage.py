@@ -149,7 +149,7 @@ def test_boxes_that_overlap_or_leave_holes_are_noticed(boxes: list[Any], fills: 
 
 
 def test_swapped_files_are_found(tmp_path: Path, ranks: object) -> None:
-    from overland.tools.proofs.pool import RankPool
+    from overland.apps.proofs.pool import RankPool
 
     assert isinstance(ranks, RankPool)
     ranks.run(2, save_on_ranks, tmp_path)

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.apps.proofs.layout import curve, difference, proof_job
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
 from overland.parallel.sharding import named_parameters, shard_of
-from overland.tools.proofs.layout import curve, difference, proof_job
-from overland.tools.proofs.layouts import parse
-from overland.tools.proofs.pool import RankPool
 from overland.training.loop import train
 from overland.training.run import build_run
 from overland.world import World

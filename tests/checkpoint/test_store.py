@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint import write
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.format import marker
@@ -31,7 +32,6 @@ from overland.errors import CheckpointError
 from overland.files import Disk, reserve
 from overland.kernels.master_weights import join, split
 from overland.run_folder import LATEST
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Transfer, read_signs
 from tests.checkpoint.states import FullDisk, like, save, some_state

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from overland.apps.proofs.layout import proof_job
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
 from overland.checks.fake_step import fake_steps, local
 from overland.config.derived import STAGES_PER_RANK
 from overland.config.load import load_config
@@ -26,9 +29,6 @@ from overland.objectives import registry as objectives
 from overland.objectives.objective import Objective
 from overland.optimizers import WholeMatrix
 from overland.optimizers import registry as optimizers
-from overland.tools.proofs.layout import proof_job
-from overland.tools.proofs.layouts import parse
-from overland.tools.proofs.pool import RankPool
 from overland.training.run import build_run
 from overland.training.step import train_step
 from overland.world import World

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from overland.cli.generate import stripped
-from overland.cli.main import app
-from overland.data.tokenizer import Tokenizer
-from overland.tools.evaluation.prompts import (
+from overland.apps.evaluation.prompts import (
     Prompt,
     encode_prompt,
     has_unread_input,
     piped_prompts,
     read_prompts,
 )
+from overland.cli.generate import stripped
+from overland.cli.main import app
+from overland.data.tokenizer import Tokenizer
 from tests.cli.processes import environment
 from tests.cli.warm import LIMIT_SECONDS, server
 from tests.evaluation.texts import write_chat_model, write_text_model

@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from overland.apps.scripts import about, files_of, script_names, scripts_folder
 from overland.cli.init import init
 from overland.config.load import recipe_names, recipe_path
-from overland.tools.scripts import about, files_of, script_names, scripts_folder
 
 runner = CliRunner()
 app = typer.Typer()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from overland.tools.preflight import conduct
-from overland.tools.preflight.conduct import PreflightSettings, preflight_here
+from overland.cluster.preflight import conduct
+from overland.cluster.preflight.conduct import PreflightSettings, preflight_here
 from tests.cli.processes import LIMIT_SECONDS, environment, overland
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from overland.apps.dataset import open_step
 from overland.checks import devices_for
 from overland.cli.data_preview import render
 from overland.config.load import load_config
-from overland.tools.dataset import open_step
 from tests.cli.processes import TINY, environment, overland
 
 WORDS = [*TINY, "training.steps=3", "validation.enable=false", "metrics.sample_prompt="]
@@ -124,7 +124,7 @@ def test_a_config_is_shown_for_the_devices_that_check_describes(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NGPU", raising=False)
     monkeypatch.setattr("overland.world.devices.num_local_ranks", lambda per_device=1: 3)
-    monkeypatch.setattr("overland.tools.dataset.training_data", captured)
+    monkeypatch.setattr("overland.apps.dataset.training_data", captured)
     settings = ["training.global_batch_size=-1", "training.local_batch_size=2"]
     with pytest.raises(StopIteration, match=r"^6$"):
         open_step("quickstart", settings, 1)

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from overland.apps.watch.watch import Watch
 from overland.cli.main import app
 from overland.cli.watch import follow
-from overland.tools.watch.watch import Watch
 from tests.cli.processes import LIMIT_SECONDS, environment
 from tests.reporting.runs import add_events, line, make_run, set_live
 
@@ -28,7 +28,7 @@ END = {"event": "end", "how": "failed", "step": 5, "what": "disk full"}
 
 @pytest.fixture(autouse=True)
 def without_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overland.tools.watch.queue.queued", lambda which: None)
+    monkeypatch.setattr("overland.apps.watch.queue.queued", lambda which: None)
 
 
 def test_one_frame_and_its_exit_code(tmp_path: Path) -> None:

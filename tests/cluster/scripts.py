@@ -6,8 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from overland.tools.jobs.job import BatchJob, JobRequest, RunPlace, plan_job
-from overland.tools.jobs.site import load_site
+from overland.cluster.job import BatchJob, JobRequest, RunPlace, plan_job
+from overland.cluster.site import load_site
 
 # What each site leaves to the user.
 LEFT_OPEN = {

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from overland.cluster.supervise.events import read_events
 
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.read import open_checkpoint
-from overland.tools.jobs.supervise.events import read_events
 from overland.world.heartbeat import HEARTBEATS, node_name, read_signs
 from tests.cli.processes import TINY, environment, losses, overland
 from tests.cluster.slurm import LIMIT_SECONDS, Slurm, processes_of
@@ -44,7 +44,7 @@ class Slow(Callback):
     def on_step(self, run):
         time.sleep(float(Path(__file__).with_name("step_seconds").read_text()))
 """
-AGENT = "overland.tools.jobs.agent"
+AGENT = "overland.cluster.agent"
 # A process of its own, ahead of all others where it may be. A turn ends when the rank has computed
 # for 0.3 ms, or has waited: on a busy machine it gets as far as on an idle one, only later.
 PULSE = """\

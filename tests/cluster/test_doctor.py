@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from overland.cli.main import app
-from overland.tools.doctor import places, session, software
-from overland.tools.doctor.finding import Finding
-from overland.tools.doctor.start import check_offline_start, judge_start
-from overland.tools.jobs.site import NamedSite, load_site
+from overland.cluster.doctor import places, session, software
+from overland.cluster.doctor.finding import Finding
+from overland.cluster.doctor.start import check_offline_start, judge_start
+from overland.cluster.site import NamedSite, load_site
 from tests.cli.processes import ROOT, environment
 
 FRONTIER, PERLMUTTER, LAPTOP = (load_site(name) for name in ("frontier", "perlmutter", "laptop"))
@@ -193,7 +193,7 @@ def test_a_token_is_never_shown_and_its_file_is_for_its_owner(tmp_path: Path) ->
 def refusing(tmp_path: Path, code: str) -> tuple[str, list[str]]:
     """What a program prints, and the addresses it tried."""
     script = (
-        "from overland.tools.doctor.no_network import refuse_network\n"
+        "from overland.cluster.doctor.no_network import refuse_network\n"
         f"refuse_network({str(tmp_path / 'tried')!r})\nimport socket\n{code}"
     )
     done = subprocess.run(
@@ -286,7 +286,7 @@ def test_the_verb_looks_at_everything_and_says_so(
 
 def test_the_table_has_a_line_for_each_and_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [Finding("a", "ok", "fine"), Finding("b", "error", "broken", "mend it")]
-    monkeypatch.setattr("overland.tools.doctor.examine", lambda config, site: iter(told))
+    monkeypatch.setattr("overland.cluster.doctor.examine", lambda config, site: iter(told))
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert "→ mend it" in done.stdout

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from overland.cli.main import app
-from overland.tools.jobs.script import render_setup
-from overland.tools.jobs.site import load_site, site_files
+from overland.cluster.script import render_setup
+from overland.cluster.site import load_site, site_files
 from tests.cluster.scripts import assert_good_bash
 
 SITES = sorted(site_files())

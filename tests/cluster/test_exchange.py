@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overland.apps.proofs.layout import curve, proof_job
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
 from overland.config.schema import Comm
 from overland.errors import ClusterError
 from overland.parallel.comm import process_group
-from overland.tools.proofs.layout import curve, proof_job
-from overland.tools.proofs.layouts import parse
-from overland.tools.proofs.pool import RankPool
 from overland.world import Rendezvous, World, exchange
 from overland.world.launch import free_port
 from overland.world.records import from_json, record, to_json

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overland.tools.proofs.pool import RankPool
+from overland.apps.proofs.pool import RankPool
 from overland.world import World
 from overland.world.flight_recorder import (
     NAME,

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from overland.cluster.supervise.attempt import Watched
+from overland.cluster.supervise.faults import Findings
+from overland.cluster.supervise.watchdog import Watchdog
 
+from overland.cluster.agent import PIPES, dump, kept_agent, under_watch
+from overland.cluster.wire import Switchboard
 from overland.processes import state_of
-from overland.tools.jobs.agent import PIPES, dump, kept_agent, under_watch
-from overland.tools.jobs.supervise.attempt import Watched
-from overland.tools.jobs.supervise.faults import Findings
-from overland.tools.jobs.supervise.watchdog import Watchdog
-from overland.tools.wire import Switchboard
 from overland.world import World
 from overland.world.heartbeat import (
     HEARTBEATS,

@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from overland.cli.main import app
+from overland.cluster.job import JobRequest, RunPlace, plan_job
+from overland.cluster.script import render_job, render_setup
+from overland.cluster.site import read_site
 from overland.config.errors import ConfigError
 from overland.errors import ClusterError
-from overland.tools.jobs.job import JobRequest, RunPlace, plan_job
-from overland.tools.jobs.script import render_job, render_setup
-from overland.tools.jobs.site import read_site
 from tests.cluster.scripts import place
 
 # Each writes a file if a shell takes it for more than a text.
@@ -161,7 +161,7 @@ def test_the_scripts_above_are_run_to_their_end(tmp_path: Path) -> None:
 
 
 def test_every_string_of_a_site_is_tried() -> None:
-    from overland.tools.jobs.site import Site
+    from overland.cluster.site import Site
 
     found: set[tuple[str, ...]] = set()
 

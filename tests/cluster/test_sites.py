@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from overland.cluster.job import choose_walltime, parse_walltime
+from overland.cluster.site import load_site, read_site, site_files
 from overland.config.errors import ConfigError
 from overland.errors import ClusterError
-from overland.tools.jobs.job import choose_walltime, parse_walltime
-from overland.tools.jobs.site import load_site, read_site, site_files
 
 MINE = """
 description = "ours"

@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from overland.cluster.supervise.faults import Findings
 from typer.testing import CliRunner
 
 from overland.cli.main import app
 from overland.cli.submit import with_packed_python
+from overland.cluster.job import JobRequest, plan_job
+from overland.cluster.script import render_job
+from overland.cluster.site import load_site
+from overland.cluster.submit import next_files, submit, without_slurms_own, write_private
 from overland.config.load import load_config
 from overland.config.write import write_config
 from overland.errors import ClusterError
-from overland.tools.jobs.job import JobRequest, plan_job
-from overland.tools.jobs.script import render_job
-from overland.tools.jobs.site import load_site
-from overland.tools.jobs.submit import next_files, submit, without_slurms_own, write_private
-from overland.tools.jobs.supervise.faults import Findings
 from tests.cli.processes import ROOT
 from tests.cluster.scripts import LEFT_OPEN, assert_good_bash, make_job, place
 

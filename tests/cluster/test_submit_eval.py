@@ -9,9 +9,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from overland.apps.evaluation.task_data import open_manager
 from overland.cli.main import app
-from overland.tools.evaluation.task_data import open_manager
-from overland.tools.jobs.script import render_evaluation
+from overland.cluster.script import render_evaluation
 from tests.cli.processes import environment, overland
 from tests.cluster.scripts import LEFT_OPEN, assert_good_bash, make_job, place
 from tests.cluster.slurm import Slurm

@@ -9,10 +9,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-
-from overland.errors import ClusterError
 from overland.tools import wire
-from overland.tools.wire import (
+
+from overland.cluster.wire import (
     ADDRESS,
     KEY,
     LONGEST_OF_STRANGER,
@@ -21,6 +20,7 @@ from overland.tools.wire import (
     Wire,
     own_address,
 )
+from overland.errors import ClusterError
 
 
 @pytest.fixture

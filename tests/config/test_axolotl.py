@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from overland.config.dialects.axolotl import is_axolotl, translate_axolotl
-from overland.config.dialects.axolotl_data import KINDS, UNUSED
-from overland.config.dialects.axolotl_keys import (
+from overland.apps.dialects.axolotl import is_axolotl, translate_axolotl
+from overland.apps.dialects.axolotl_data import KINDS, UNUSED
+from overland.apps.dialects.axolotl_keys import (
     LORA,
     PREFERENCE,
     RENAMED,

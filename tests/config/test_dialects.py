@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from overland.apps.dialects.torchtitan import BY_VALUE, OLD_NAMES
+from overland.apps.dialects.torchtitan_keys import REFUSED
 from overland.checks import load_checked
-from overland.config.dialects.torchtitan_keys import REFUSED
 from overland.config.errors import ConfigError
+from overland.config.fields import is_current
 from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
 from overland.config.write import to_toml, toml_value
@@ -525,3 +529,24 @@ def test_the_page_states_the_defaults_where_a_file_is_silent() -> None:
     assert defaults.checkpoint.enable
     mode = defaults.activation_checkpoint.mode
     assert f"checkpoints are on; recomputation is `{mode}`" in page
+
+
+def test_every_older_value_of_a_key_of_ours_is_recognized() -> None:
+    """Else no dialect would be asked about it."""
+    assert all(not is_current(("model", "name"), name) for name in OLD_NAMES)
+    assert not is_current(("model", "flavor"), "8B_flex_attn")
+    assert not is_current(("activation_checkpoint", "selective_ac_option"), 2)
+    assert not is_current(("checkpoint", "async_mode"), "async_with_pinned_mem")
+    assert {*BY_VALUE} == {
+        "model.name", "model.flavor", "activation_checkpoint.selective_ac_option",
+        "checkpoint.async_mode",
+    }  # fmt: skip
+
+
+def test_a_file_in_todays_keys_loads_no_dialect() -> None:
+    script = (
+        "import sys; from overland.config.load import load_config; load_config('llama3_8b');"
+        "print([name for name in sys.modules if 'dialects' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

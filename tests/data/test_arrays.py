@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from overland.apps.proofs.data import prove_data
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data import registry
@@ -28,7 +29,6 @@ from overland.data.shard import open_shard
 from overland.data.sources import open_source
 from overland.data.sources.summary import summarize
 from overland.errors import DataError
-from overland.tools.proofs.data import prove_data
 
 ROWS = 8
 

@@ -107,7 +107,7 @@ def test_every_dependency_is_given_a_reason() -> None:
 
 
 # They try a disk: what they write and sync is removed again.
-TRIALS = {"tools/jobs/supervise/run.py", "tools/preflight/node.py"}
+TRIALS = {"cluster/supervise/supervised.py", "cluster/preflight/node.py"}
 
 
 def test_files_become_durable_in_one_place() -> None:
@@ -126,7 +126,7 @@ def test_files_become_durable_in_one_place() -> None:
 
 
 FORKS = {
-    "overland/tools/preflight/child.py": "the task has imported torch and computed nothing",
+    "overland/cluster/preflight/child.py": "the task has imported torch and computed nothing",
     "tests/cli/warm.py": "the server has imported torch and computed nothing",
     "tests/limited.py": "the child reads a file, and computes nothing",
     "tests/test_files.py": "the child writes a file, and computes nothing",

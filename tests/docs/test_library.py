@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import overland
+from overland.apps.evaluation.model import open_model
 from overland.cli.eval import evaluate as command_evaluate
 from overland.config.load import recipe_names
 from overland.config.validate import validate_again
-from overland.tools.evaluation.model import open_model
 from overland.training import callbacks
 from tests.cli.processes import ROOT, environment
 from tests.cli.processes import overland as command
@@ -36,7 +36,7 @@ TEXTS = ["training.dataset_path=texts.jsonl", "data.holdout=0.2", "data.vocab_si
          "training.local_batch_size=2", "validation.steps=1"]  # fmt: skip
 # What makes data and models of page and notebook small: settings that come before theirs.
 PRELUDE = """
-import json, pathlib, overland, overland.tools.run as run
+import json, pathlib, overland, overland.apps.train as run
 texts = [f"def square_{{i}}(): return {{i}} * {{i}}" for i in range(400)]
 lines = "".join(json.dumps({{"text": text}}) + chr(10) for text in texts)
 pathlib.Path("texts.jsonl").write_text(lines)

@@ -20,11 +20,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from overland.apps.scripts import scripts_folder
 from overland.checks import load_checked
 from overland.cli.main import app
 from overland.config.derived import resolve_degrees
 from overland.config.load import load_config, recipe_path
-from overland.tools.scripts import scripts_folder
 from tests.checkpoint.convert.samples import fixture, saved
 from tests.cli.processes import LIMIT_SECONDS, ROOT, environment, losses, overland
 from tests.cluster.scripts import assert_good_bash
@@ -279,7 +279,7 @@ def test_large_jobs_read_python_and_tokenized_text_from_the_nodes_own_disks(
     monkeypatch.chdir(tmp_path)
     assert load_config(config, words[-1:], env={}).config.data.cache_folder == words[-1][18:]
     packed = tmp_path / "overland-env.tar.gz"
-    monkeypatch.setattr("overland.tools.jobs.script.packed_by_setup", lambda: packed)
+    monkeypatch.setattr("overland.cluster.script.packed_by_setup", lambda: packed)
     job = CliRunner().invoke(app, [verb, config, *words, "--account", "abc", "--dry-run"])
     assert f"sbcast --force {packed} " in job.stdout, job.stderr
     assert f"Python is copied to each node's disk from {packed}" in job.stderr

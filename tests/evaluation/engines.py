@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from overland.apps.evaluation.generate import Completion, Generator, PlainRows
+from overland.apps.evaluation.model import OpenModel
+from overland.apps.evaluation.sampling import Sampling
 from overland.models import DecoderConfig, build_model
 from overland.models.init import init_weights
-from overland.tools.evaluation.generate import Completion, Generator, PlainRows
-from overland.tools.evaluation.model import OpenModel
-from overland.tools.evaluation.sampling import Sampling
 from tests.models.tiny import hf
 
 LENGTHS = (1, 7, 19)

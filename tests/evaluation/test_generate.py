@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from overland.apps.evaluation.cache import CachedDecoder, can_cache
+from overland.apps.evaluation.generate import Generator, Reason
+from overland.apps.evaluation.sampling import Sampling
 from overland.errors import DataError, ModelError
 from overland.models.attention import Attention, Masks
-from overland.tools.evaluation.cache import CachedDecoder, can_cache
-from overland.tools.evaluation.generate import Generator, Reason
-from overland.tools.evaluation.sampling import Sampling
 from tests.models.tiny import CASES, hf
 
 from .engines import Letters, continued, opened, some_prompts, tiny
@@ -77,7 +77,7 @@ def test_several_known_tokens_at_once_are_the_same_as_one_by_one() -> None:
 def test_prompts_are_begun_in_parts_if_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts = tiny(), some_prompts((5, 9, 2, 7, 11))
     wanted = continued(model, prompts, 6)
-    monkeypatch.setattr("overland.tools.evaluation.cache.PREFILL_TOKENS", 20)
+    monkeypatch.setattr("overland.apps.evaluation.cache.PREFILL_TOKENS", 20)
     assert continued(model, prompts, 6) == wanted
 
 

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from overland.apps.evaluation import evaluate as evaluate_module
+from overland.apps.evaluation import parts as parts_module
+from overland.apps.evaluation.perplexity import Done
+from overland.apps.evaluation.ranks import RowScorer, scorer_for
+from overland.apps.evaluation.results import base_of, mark_of_weights, read_results
+from overland.apps.proofs.pool import RankPool
 from overland.cli.eval_tables import about_perplexity
 from overland.errors import DataError, ModelError
-from overland.tools.evaluation import evaluate as evaluate_module
-from overland.tools.evaluation import parts as parts_module
-from overland.tools.evaluation.perplexity import Done
-from overland.tools.evaluation.ranks import RowScorer, scorer_for
-from overland.tools.evaluation.results import base_of, mark_of_weights, read_results
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.cli.processes import overland, start_overland
 from tests.evaluation.test_perplexity import alone, evaluate, on_rank

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from overland.apps.convert.formats import open_any
+from overland.apps.evaluation.model import find_run, open_model
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.format import marker
-from overland.checkpoint.formats import open_any
 from overland.config.errors import ConfigError
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.errors import CheckpointError, DataError
 from overland.parallel.apply import build_undivided
-from overland.tools.evaluation.model import find_run, open_model
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.jobs import run_job, tiny_job
 
@@ -85,7 +85,7 @@ def test_buffers_that_no_checkpoint_holds_have_their_values(
         model.table = Table()
         return model
 
-    monkeypatch.setattr("overland.tools.evaluation.model.build_undivided", with_table)
+    monkeypatch.setattr("overland.apps.evaluation.model.build_undivided", with_table)
     assert open_model(run).model.table.angles.tolist() == [2, 2, 2]  # type: ignore[union-attr]
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from overland.checkpoint.formats import Options
+from overland.apps.convert import convert
+from overland.apps.convert.formats import Options
+from overland.apps.evaluation.answers import generate
+from overland.apps.evaluation.model import open_model
 from overland.config.schema import Model
 from overland.errors import CheckpointError, DataError, ModelError
 from overland.models.hf import load_hf
 from overland.models.registry import build_model, model_config, read_hf_config
-from overland.tools.convert import convert
-from overland.tools.evaluation.answers import generate
-from overland.tools.evaluation.model import open_model
 from tests.checkpoint.convert.samples import fixture, saved
 
 from .texts import write_text_model

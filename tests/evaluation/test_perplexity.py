@@ -18,23 +18,23 @@ import numpy as np
 import pytest
 import torch
 
-from overland.config.schema import DataSource
-from overland.data.rows import IGNORED
-from overland.data.tokenizer import Tokenizer
-from overland.tools.evaluation import parts as parts_module
-from overland.tools.evaluation.documents import Document
-from overland.tools.evaluation.evaluate import (
+from overland.apps.evaluation import parts as parts_module
+from overland.apps.evaluation.documents import Document
+from overland.apps.evaluation.evaluate import (
     Asked,
     evaluate_set,
     open_session,
     sets_for,
     settings_of,
 )
-from overland.tools.evaluation.parts import Cutter
-from overland.tools.evaluation.perplexity import Done, Sums, total
-from overland.tools.evaluation.results import Record
-from overland.tools.evaluation.windows import Row, batches, padded, row_of, spans
-from overland.tools.proofs.pool import RankPool
+from overland.apps.evaluation.parts import Cutter
+from overland.apps.evaluation.perplexity import Done, Sums, total
+from overland.apps.evaluation.results import Record
+from overland.apps.evaluation.windows import Row, batches, padded, row_of, spans
+from overland.apps.proofs.pool import RankPool
+from overland.config.schema import DataSource
+from overland.data.rows import IGNORED
+from overland.data.tokenizer import Tokenizer
 from overland.world import World
 from tests.cli.processes import overland, start_overland
 from tests.evaluation.plain_perplexity import plain_losses, write_corpora

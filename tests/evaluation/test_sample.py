@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from overland.apps.evaluation import sample
+from overland.apps.evaluation.cache import can_cache
+from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
-from overland.tools.evaluation import sample
-from overland.tools.evaluation.cache import can_cache
-from overland.tools.proofs.pool import RankPool
 from overland.training.loop import train
 from overland.training.run import build_run
 from overland.world import World

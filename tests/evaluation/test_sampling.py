@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from overland.apps.evaluation.sampling import BROKEN, Sampling, choose, gumbel, row_keys, scored
 from overland.errors import ModelError
-from overland.tools.evaluation.sampling import BROKEN, Sampling, choose, gumbel, row_keys, scored
 
 DRAW = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(6, 50, generator=DRAW) * 3

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from overland.apps.evaluation.score import ContinuationScorer, Pair, Score, plant
 from overland.errors import DataError, ModelError
 from overland.models import DecoderConfig, build_model
 from overland.models.decoder import Decoder
 from overland.models.init import init_weights
-from overland.tools.evaluation.score import ContinuationScorer, Pair, Score, plant
 from tests.models.tiny import hf
 
 VOCABULARY = 96

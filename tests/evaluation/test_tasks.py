@@ -15,15 +15,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from overland.config.schema import DataSource
-from overland.data.tokenizer import Tokenizer
-from overland.errors import ClusterError, DataError, ModelError, OverlandError
-from overland.tools.evaluation.crew import Crew, key_of
-from overland.tools.evaluation.evaluate import Asked, open_session
-from overland.tools.evaluation.results import Kept
-from overland.tools.evaluation.score import ContinuationScorer, Pair, Score
-from overland.tools.evaluation.task_data import local_files, open_manager, task_names
-from overland.tools.evaluation.task_run import (
+from overland.apps.evaluation.crew import Crew, key_of
+from overland.apps.evaluation.evaluate import Asked, open_session
+from overland.apps.evaluation.results import Kept
+from overland.apps.evaluation.score import ContinuationScorer, Pair, Score
+from overland.apps.evaluation.task_data import local_files, open_manager, task_names
+from overland.apps.evaluation.task_run import (
     TaskSettings,
     by_task,
     no_network,
@@ -31,8 +28,11 @@ from overland.tools.evaluation.task_run import (
     scores_of,
     task_errors,
 )
-from overland.tools.evaluation.tasks import AskedTasks, crew_of, evaluate_tasks
-from overland.tools.proofs.pool import RankPool, clean_processes
+from overland.apps.evaluation.tasks import AskedTasks, crew_of, evaluate_tasks
+from overland.apps.proofs.pool import RankPool, clean_processes
+from overland.config.schema import DataSource
+from overland.data.tokenizer import Tokenizer
+from overland.errors import ClusterError, DataError, ModelError, OverlandError
 from overland.world import World
 from tests.data.tokenizer_folders import TEXTS
 from tests.evaluation.task_files import KINDS, write_tasks
@@ -42,7 +42,7 @@ with patch.dict(os.environ):  # which other tests have from this process
     no_network()
     transformers = pytest.importorskip("transformers")
     lm_eval = pytest.importorskip("lm_eval")
-    from overland.tools.evaluation.harness import HarnessModel
+    from overland.apps.evaluation.harness import HarnessModel
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
@@ -393,7 +393,7 @@ def test_a_first_rank_that_fails_says_why_and_waits_for_nobody(
             raise ModelError("broken weights")
 
     told: list[Any] = []
-    monkeypatch.setattr("overland.tools.evaluation.crew.from_first_rank", told.append)
+    monkeypatch.setattr("overland.apps.evaluation.crew.from_first_rank", told.append)
     crew = Crew(Failing(torch.nn.Linear(1, 1), max_length=16), None, World(size=2))
     with pytest.raises(ModelError, match="broken weights"), task_errors("these tasks"):
         crew.score(PAIRS)
@@ -428,7 +428,7 @@ def test_data_and_functions_of_definitions_are_part_of_what_a_result_is_known_by
 
 
 def test_nothing_is_computed_twice(model: Path) -> None:
-    from overland.tools.evaluation.model import open_model
+    from overland.apps.evaluation.model import open_model
 
     opened = open_model(model, device="cpu")
     pairs: list[Pair] = [([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([1, 2, 3], [4])]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from overland.apps.evaluation.text_stream import TextStream
 from overland.data.tokenizer import Tokenizer
-from overland.tools.evaluation.text_stream import TextStream
 from tests.data.tokenizer_folders import TEXTS, write_bpe, write_hf, write_ranks, write_unigram
 
 KINDS = {"hf": write_hf, "bpe": write_bpe, "unigram": write_unigram, "ranks": write_ranks}

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from overland.apps.evaluation.cache import CachedDecoder, release
+from overland.apps.evaluation.written_out import WrittenOut, can_write_out
 from overland.models.decoder import Decoder
-from overland.tools.evaluation.cache import CachedDecoder, release
-from overland.tools.evaluation.written_out import WrittenOut, can_write_out
 from tests.models.tiny import CASES
 
 from .engines import some_prompts, tiny

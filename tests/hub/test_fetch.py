@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from overland.apps.hub import download as downloading
+from overland.apps.hub import fetch as fetching
+from overland.apps.hub.snapshot import HubFile
 from overland.cli.main import app
 from overland.config.load import load_config
 from overland.data.sources.open import open_source
-from overland.tools.hub import download as downloading
-from overland.tools.hub import fetch as fetching
-from overland.tools.hub.snapshot import HubFile
 from tests.cli.processes import LIMIT_SECONDS, overland, start_overland
 from tests.hub.server import TOKEN, Hub
 
@@ -455,12 +455,12 @@ def test_a_list_that_never_ends_is_not_followed(hub: Hub, monkeypatch: pytest.Mo
     assert "does not end" in refused("model", "me/llama")
     assert len(hub.requests) < 10
     hub.add("me/many", {f"{i}.txt": b"x" for i in range(100)})
-    monkeypatch.setattr("overland.tools.hub.repo.MOST_PAGES", 5)
+    monkeypatch.setattr("overland.apps.hub.repo.MOST_PAGES", 5)
     hub.list_goes_on = None
     hub.requests.clear()
     assert "does not end" in refused("model", "me/many")
     assert len(hub.requests) < 10
-    monkeypatch.setattr("overland.tools.hub.repo.LARGEST_PAGE", 100)
+    monkeypatch.setattr("overland.apps.hub.repo.LARGEST_PAGE", 100)
     assert "does not finish its list" in refused("model", "me/many")
 
 

@@ -11,10 +11,8 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from overland.cli.main import app
-from overland.errors import DataError
-from overland.tools.evaluation import task_data
-from overland.tools.evaluation.task_data import (
+from overland.apps.evaluation import task_data
+from overland.apps.evaluation.task_data import (
     TaskData,
     data_of,
     fetched,
@@ -23,8 +21,10 @@ from overland.tools.evaluation.task_data import (
     open_manager,
     task_names,
 )
-from overland.tools.evaluation.task_index import kept_index
-from overland.tools.evaluation.task_run import load_tasks
+from overland.apps.evaluation.task_index import kept_index
+from overland.apps.evaluation.task_run import load_tasks
+from overland.cli.main import app
+from overland.errors import DataError
 from tests.hub.server import Hub
 
 pytest.importorskip("lm_eval")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from overland.apps.hub import secrets
 from overland.cli.main import app
-from overland.tools.hub import secrets
 from tests.hub.server import TOKEN, Hub
 
 FILES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from overland.checkpoint.formats import LazyCheckpoint, Options
+from overland.apps.convert.formats import LazyCheckpoint, Options
 from overland.checkpoint.formats.hf import write_hf
 from overland.checkpoint.formats.lazy import cast_lazily, held
 from overland.models import DecoderConfig, ModelError, build_model

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from overland.apps.proofs.pool import RankPool
 from overland.config.derived import Degrees
 from overland.errors import ModelError
 from overland.models.init import cast_floats
 from overland.models.inner import InnerLoss, Statistic
 from overland.parallel.apply import require_splittable
 from overland.parallel.mesh import build_mesh
-from overland.tools.proofs.pool import RankPool
 from overland.training.step import InnerState
 from overland.world import World
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.read import open_checkpoint
 from overland.config.derived import group_rates, optimizer_settings
@@ -23,7 +24,6 @@ from overland.models.init import init_buffers, init_weights
 from overland.models.lora import LoRALinear, without_adapters
 from overland.models.registry import model_config
 from overland.parallel.apply import build_undivided
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.jobs import TINY_MODEL, run_job, tiny_job
 

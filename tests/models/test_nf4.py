@@ -11,7 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from overland.checkpoint.formats import open_any
+from overland.apps.convert import convert
+from overland.apps.convert.formats import open_any
+from overland.apps.convert.verify import model_with_weights
+from overland.apps.evaluation import model as evaluation
+from overland.apps.evaluation.model import open_model
+from overland.apps.proofs.layouts import WAYS, parse
+from overland.apps.proofs.pool import RankPool
 from overland.checks import load_checked
 from overland.config.errors import ConfigError
 from overland.config.schema import JobConfig
@@ -21,12 +27,6 @@ from overland.models.lora import LoRALinear, adapt
 from overland.models.nf4 import NF4Linear, narrow
 from overland.models.registry import read_hf_config
 from overland.models.sizes import NF4_BYTES
-from overland.tools.convert import convert
-from overland.tools.convert.verify import model_with_weights
-from overland.tools.evaluation import model as evaluation
-from overland.tools.evaluation.model import open_model
-from overland.tools.proofs.layouts import WAYS, parse
-from overland.tools.proofs.pool import RankPool
 from tests.checkpoint.test_adapters import BASE, job
 from tests.jobs import losses
 

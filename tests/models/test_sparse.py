@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from overland.apps.convert.convert import convert
+from overland.apps.evaluation.model import open_model
+from overland.apps.proofs.pool import RankPool
 from overland.checks import check_config
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded, load_config
@@ -25,9 +28,6 @@ from overland.models.sparse import (
     register_mask,
     unpack,
 )
-from overland.tools.convert.convert import convert
-from overland.tools.evaluation.model import open_model
-from overland.tools.proofs.pool import RankPool
 from overland.training.callbacks import Record
 from overland.training.rehearsal import require_start
 from overland.world import World

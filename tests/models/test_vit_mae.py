@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import ViTMAEConfig as TheirConfig
 from transformers import ViTMAEForPreTraining
 
+from overland.apps.convert import convert
 from overland.errors import ModelError
 from overland.models import build_model, resolve_config
 from overland.models.hf import load_hf
 from overland.models.init import init_buffers, init_weights
 from overland.models.vit_mae import patches, places, uniform
 from overland.models.vit_mae_config import ViTMAEConfig
-from overland.tools.convert import convert
 from tests.cli.processes import ROOT
 
 CPU = torch.device("cpu")

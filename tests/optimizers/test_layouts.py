@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.apps.convert import convert
+from overland.apps.proofs.layout import TOLERANCES, Curve, curve, difference, proof_job
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.read import open_checkpoint
 from overland.config.schema import JobConfig
-from overland.tools.convert import convert
-from overland.tools.proofs.layout import TOLERANCES, Curve, curve, difference, proof_job
-from overland.tools.proofs.layouts import parse
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 
 SAVED_AT, STEPS = 2, 4

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.read import open_checkpoint
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
-from overland.tools.proofs.pool import RankPool
 from overland.training.run import build_run
 from overland.training.state import run_tensors, saved_state
 from overland.world import World

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import overland.models.float8 as float8
+from overland.apps.proofs.layout import Curve, curve, difference, proof_job
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
-from overland.tools.proofs.layout import Curve, curve, difference, proof_job
-from overland.tools.proofs.layouts import parse
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 
 NARROW = {"training": {"float8": "tensorwise"}}

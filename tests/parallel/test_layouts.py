@@ -1,7 +1,7 @@
 """Every layout computes what one process computes: losses, gradient norms and validation losses
 agree in float64.
 
-The list is `overland.tools.proofs.layouts.SHORT`: every axis, stage and schedule; `make prove-all`
+The list is `overland.apps.proofs.layouts.SHORT`: every axis, stage and schedule; `make prove-all`
 runs all of them, for more steps, and writes docs/evidence/layouts.md.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from overland.tools.proofs.layout import (
+from overland.apps.proofs.layout import (
     TOLERANCES,
     Bounds,
     LayoutVerdict,
@@ -18,9 +18,9 @@ from overland.tools.proofs.layout import (
     proof_job,
     prove_layouts,
 )
-from overland.tools.proofs.layouts import LAYOUTS, SHORT, ProofLayout, parse
-from overland.tools.proofs.pool import RankPool
-from overland.tools.proofs.resume import prove_resumes
+from overland.apps.proofs.layouts import LAYOUTS, SHORT, ProofLayout, parse
+from overland.apps.proofs.pool import RankPool
+from overland.apps.proofs.resume import prove_resumes
 
 # Past the warm-up and two new masks of sparse weights, and validated once; a mistake shows after
 # two steps (test_mistakes.py).

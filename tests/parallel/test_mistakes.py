@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from overland.apps.proofs.layout import ROWS, TINY, held_out_data, proof_job, prove_layouts
+from overland.apps.proofs.layouts import SHORT, parse
+from overland.apps.proofs.pool import RankPool
 from overland.data.batch import Batch
 from overland.data.corpora import Preparer
 from overland.data.loader import load_batch
@@ -23,9 +26,6 @@ from overland.data.rows import IGNORED
 from overland.parallel.comm import sum_over
 from overland.parallel.micro_batches import Whole
 from overland.parallel.pipeline import Pipeline
-from overland.tools.proofs.layout import ROWS, TINY, held_out_data, proof_job, prove_layouts
-from overland.tools.proofs.layouts import SHORT, parse
-from overland.tools.proofs.pool import RankPool
 from overland.training import loop, step, validate
 from overland.training.run import Run
 from overland.world import World

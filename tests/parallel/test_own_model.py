@@ -15,6 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+from overland.apps.convert import convert
+from overland.apps.proofs.layout import difference
+from overland.apps.proofs.layouts import WAYS, parse
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.read import open_checkpoint
 from overland.checks import check_config
 from overland.cli.main import app
@@ -25,10 +29,6 @@ from overland.models import DecoderConfig, register_model, registry
 from overland.models.attention import Attention
 from overland.models.decoder import MLP, Decoder, Head, SelfAttention
 from overland.models.init import Normal
-from overland.tools.convert import convert
-from overland.tools.proofs.layout import difference
-from overland.tools.proofs.layouts import WAYS, parse
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.jobs import losses_and_norms, run_job, tiny_job
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from overland.apps.proofs.layout import Curve, curve, difference, proof_job
+from overland.apps.proofs.pool import RankPool
 from overland.config import schema
 from overland.config.schema import JobConfig
 from overland.kernels.master_weights import MasterWeights
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel import sharding as single
-from overland.tools.proofs.layout import Curve, curve, difference, proof_job
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 
 

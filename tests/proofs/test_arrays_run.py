@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from overland.apps.proofs.data import prove_data
+from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
 from overland.data import registry as sources
 from overland.data.ledger import read_ledger
@@ -19,8 +21,6 @@ from overland.models.init import Normal
 from overland.objectives import registry as objectives
 from overland.objectives.objective import Objective
 from overland.objectives.registry import register_objective
-from overland.tools.proofs.data import prove_data
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.data import test_arrays
 from tests.data.test_arrays import Pictures

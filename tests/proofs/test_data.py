@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from overland.apps.proofs.data import prove_data
+from overland.apps.proofs.pool import RankPool
+from overland.apps.proofs.sessions import SHORT, prove_sessions
 from overland.config.schema import JobConfig
 from overland.data.plan import ChangedSource
 from overland.errors import DataError
-from overland.tools.proofs.data import prove_data
-from overland.tools.proofs.pool import RankPool
-from overland.tools.proofs.sessions import SHORT, prove_sessions
 from overland.training import loop
 from overland.training.loop import train
 from overland.training.run import build_run

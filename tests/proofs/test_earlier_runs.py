@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from overland.apps.proofs.data import prove_data
+from overland.apps.proofs.pool import RankPool
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.build import build
@@ -17,8 +19,6 @@ from overland.data.ledger import read_ledger
 from overland.data.shard import open_shard
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
-from overland.tools.proofs.data import prove_data
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.jobs import run_job
 

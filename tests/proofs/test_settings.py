@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from overland.apps.proofs.layout import proof_job, prove_layouts, settings_of
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
 from overland.data import registry as sources
 from overland.models import registry
 from overland.objectives import registry as objectives
-from overland.tools.proofs.layout import proof_job, prove_layouts, settings_of
-from overland.tools.proofs.layouts import parse
-from overland.tools.proofs.pool import RankPool
 
 
 def test_the_kind_of_a_built_in_model_is_taken(tmp_path: Path) -> None:

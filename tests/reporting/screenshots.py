@@ -14,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 
-from overland.tools.reporting.page import asset, build_page, sections_of
-from overland.tools.reporting.run import RunReport, open_runs
-from overland.tools.watch.view import draw
-from overland.tools.watch.watch import Watch
+from overland.apps.report.page import asset, build_page, sections_of
+from overland.apps.report.summary import RunReport, open_runs
+from overland.apps.watch.view import draw
+from overland.apps.watch.watch import Watch
 from tests.cli.processes import ROOT
 from tests.reporting.browser import Browser, need_browser
 from tests.reporting.recorded import recorded_run

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from overland.tools.proofs.data import prove_data
-from overland.tools.reporting.page import build_page, sections_of
-from overland.tools.reporting.run import open_runs
-from overland.tools.reporting.serve import open_server
+from overland.apps.proofs.data import prove_data
+from overland.apps.report.page import build_page, sections_of
+from overland.apps.report.serve import open_server
+from overland.apps.report.summary import open_runs
 from tests.cli.processes import losses, overland, read_metrics
 from tests.reporting.browser import Browser, need_browser
 from tests.reporting.real_run import make_real_run

@@ -1,4 +1,4 @@
-from overland.tools.watch.view import MARK, draw_curve
+from overland.apps.watch.view import MARK, draw_curve
 
 BLANK = "\u2800"
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from overland.apps.watch.listing import list_runs, table
 from overland.cli.main import app
-from overland.tools.watch.listing import list_runs, table
 from overland.training.history import History
 from tests.reporting.runs import line, make_run, set_live
 
 
 @pytest.fixture(autouse=True)
 def without_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overland.tools.watch.queue.queued", lambda which: None)
+    monkeypatch.setattr("overland.apps.watch.queue.queued", lambda which: None)
 
 
 def ls(*words: object) -> list[dict[str, Any]]:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from overland.apps.report.charts import MOST_POINTS, charts_of
+from overland.apps.report.lines import Lines, parse
+from overland.apps.report.page import build_page, json_in_script
+from overland.apps.report.summary import RunReport, open_runs
+from overland.apps.report.thin import bin_sizes, means, thinned
+from overland.apps.report.write import numbers_of, write_plots
 from overland.cli.main import app
-from overland.tools.reporting.charts import MOST_POINTS, charts_of
-from overland.tools.reporting.lines import Lines, parse
-from overland.tools.reporting.page import build_page, json_in_script
-from overland.tools.reporting.run import RunReport, open_runs
-from overland.tools.reporting.thin import bin_sizes, means, thinned
-from overland.tools.reporting.write import numbers_of, write_plots
 from tests.reporting.runs import (
     ATTEMPT,
     FAULT,

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
+from overland.apps.report.serve import ReportServer, open_server
+from overland.apps.report.summary import open_runs
 from overland.cli.main import app
-from overland.tools.reporting.run import open_runs
-from overland.tools.reporting.serve import ReportServer, open_server
 from tests.cli.processes import start_overland
 from tests.reporting.runs import NOW, line, make_run
 

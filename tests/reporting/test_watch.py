@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from overland.apps.watch import queue as slurm_queue
+from overland.apps.watch import watch as watching
+from overland.apps.watch.queue import Queue, QueuedJob
+from overland.apps.watch.view import draw, finished_words
+from overland.apps.watch.watch import RunStatus, Watch
 from overland.config.schema import Job
 from overland.errors import NoRun
 from overland.processes import this_process
-from overland.tools.watch import queue as slurm_queue
-from overland.tools.watch import watch as watching
-from overland.tools.watch.queue import Queue, QueuedJob
-from overland.tools.watch.view import draw, finished_words
-from overland.tools.watch.watch import RunStatus, Watch
 from overland.words import command, duration
 from tests.reporting.runs import (
     ATTEMPT,
@@ -421,7 +421,7 @@ def test_durations_in_words() -> None:
 
 
 def test_every_state_has_a_word_and_a_colour() -> None:
-    from overland.tools.watch.view import COLOURS
+    from overland.apps.watch.view import COLOURS
 
     assert set(COLOURS) == set(watching.STATES)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
 from overland.errors import ModelError
-from overland.tools.proofs.layouts import parse
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.jobs import run_job, tiny_job
 

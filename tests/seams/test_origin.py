@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from overland.apps.convert import convert
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.read import open_checkpoint
 from overland.checkpoint.verify import verify
 from overland.config.schema import JobConfig
 from overland.errors import CheckpointError
 from overland.models import build_model, resolve_config, transform
 from overland.models.init import init_weights
-from overland.tools.convert import convert
-from overland.tools.proofs.layouts import parse
-from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.jobs import TINY_MODEL, losses_and_norms, tiny_job
 from tests.training.test_rehearsal import rehearsed

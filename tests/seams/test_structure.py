@@ -9,6 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from overland.apps.proofs.layout import difference
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
 from overland.checks import check_config
 from overland.checks.block_order import require_order
 from overland.checks.fake_step import fake_steps
@@ -19,9 +22,6 @@ from overland.config.schema import JobConfig
 from overland.models import ModelError, registry
 from overland.models.flops import count_parameters
 from overland.parallel import plans
-from overland.tools.proofs.layout import difference
-from overland.tools.proofs.layouts import parse
-from overland.tools.proofs.pool import RankPool
 from overland.training.run import FromFirstRank, build_run
 from overland.world import World
 from tests.jobs import losses_and_norms, tiny_job

@@ -16,6 +16,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from overland.apps.convert import convert
+from overland.apps.proofs.layouts import WAYS, parse
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import newest_in
 from overland.checkpoint.read import open_checkpoint
 from overland.checks.fake_step import fake_steps
@@ -26,9 +29,6 @@ from overland.data import registry
 from overland.errors import ModelError
 from overland.models import build_model, resolve_config
 from overland.models.flops import measure_of
-from overland.tools.convert import convert
-from overland.tools.proofs.layouts import WAYS, parse
-from overland.tools.proofs.pool import RankPool
 from overland.training import callbacks
 from overland.world import World
 from tests.cli.processes import overland, read_metrics, start_overland

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from overland.apps.proofs.pool import RankPool
 from overland.config.derived import resolve_degrees
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.registry import model_config
-from overland.tools.proofs.pool import RankPool
 from overland.training import auto
 from overland.training.auto import settle
 from overland.world import World

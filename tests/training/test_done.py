@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from overland.apps.proofs.pool import RankPool
+from overland.apps.watch.watch import Watch
 from overland.run_folder import RunFolder
-from overland.tools.proofs.pool import RankPool
-from overland.tools.watch.watch import Watch
 from tests.jobs import losses, run_job, tiny_job
 
 

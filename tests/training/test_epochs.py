@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from overland.apps.proofs.data import prove_data
+from overland.apps.proofs.pool import RankPool
+from overland.apps.watch.watch import Watch
 from overland.checks import check_config
 from overland.config.load import load_config
 from overland.config.schema import JobConfig, LRScheduler
@@ -15,9 +18,6 @@ from overland.data.ledger import read_ledger
 from overland.data.prepare import training_data
 from overland.errors import DataError
 from overland.run_folder import RunFolder
-from overland.tools.proofs.data import prove_data
-from overland.tools.proofs.pool import RankPool
-from overland.tools.watch.watch import Watch
 from overland.training.schedule import known_steps, with_steps
 from overland.world import World
 from tests.data.corpora import Numbered, make_corpus

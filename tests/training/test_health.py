@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from overland.apps.proofs.pool import RankPool
+from overland.apps.watch.watch import read_checkpoints
 from overland.checkpoint.folder import list_checkpoints
 from overland.config.schema import Health, JobConfig
 from overland.data.batch import Batch
 from overland.errors import TrainingError
 from overland.parallel.sharding import shard_of
-from overland.tools.proofs.pool import RankPool
-from overland.tools.watch.watch import read_checkpoints
 from overland.training import loop as loop_module
 from overland.training import step as step_module
 from overland.training.callbacks import Callback

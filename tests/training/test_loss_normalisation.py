@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.models.inner import InnerLoss
-from overland.tools.proofs.pool import RankPool
 from overland.training.run import build_run
 from overland.training.step import train_step
 from overland.world import World

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from overland.apps.proofs.pool import RankPool
 from overland.cli.check import lack_of_memory, report
 from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.errors import Kind, TrainingError
 from overland.models.registry import model_config
 from overland.parallel.comm import process_group
-from overland.tools.proofs.pool import RankPool
 from overland.training import out_of_memory as out_of_memory_
 from overland.training.out_of_memory import (
     is_out_of_memory,

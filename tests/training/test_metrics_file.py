@@ -13,8 +13,8 @@ import pytest
 import torch
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
-from overland.tools.proofs.pool import RankPool
 from overland.training.callbacks import Callback
 from overland.training.history import History
 from overland.training.loop import train

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from overland.apps.proofs.pool import RankPool
 from overland.errors import TrainingError
 from overland.run_folder import OWNER
-from overland.tools.proofs.pool import RankPool
 from overland.training import owner
 from overland.training.owner import Ownership, owned, read_owner, take, this_owner
 from overland.world import World

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from overland.apps.proofs.pool import RankPool
 from overland.checks.fake_step import fake_steps
 from overland.checks.hyperparameters import check_objective
 from overland.config.load import Loaded
@@ -23,7 +24,6 @@ from overland.models.config import DecoderConfig
 from overland.models.init import init_weights
 from overland.models.registry import build_model, model_config
 from overland.objectives.preference import PreferenceLoss, log_complement
-from overland.tools.proofs.pool import RankPool
 from overland.training.reference import read_reference
 from overland.world import World
 from tests.data.chats import LLAMA3, ROLES, write_lines, write_tokenizer

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from overland.apps.proofs.pool import RankPool
 from overland.checks import check_config
 from overland.cli.common import is_user_error
 from overland.config.changes import FIXED
@@ -24,7 +25,6 @@ from overland.data.corpus import lay_out
 from overland.data.prepare import training_data, validation_data
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.errors import CheckpointError, DataError
-from overland.tools.proofs.pool import RankPool
 from overland.training.rehearsal import require_start, try_newest
 from overland.world import World
 from tests.data.chats import ASKS, LLAMA3, ROLES, write_tokenizer

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
 from overland.config.schema import JobConfig
@@ -27,7 +28,6 @@ from overland.data.rows import Room
 from overland.data.sampler import RandomBlocks
 from overland.errors import CheckpointError, DataError, MismatchError, NotSavedError
 from overland.files import Disk
-from overland.tools.proofs.pool import RankPool
 from overland.training import loop, stop
 from overland.training.callbacks import Callback
 from overland.training.loop import train
@@ -447,7 +447,7 @@ def validation_losses(world: World, config: JobConfig) -> dict[int, float]:
 def test_a_run_starts_from_weights_in_any_format(
     ranks: RankPool, tmp_path: Path, data_folder: Path, form: str
 ) -> None:
-    from overland.tools.convert import convert
+    from overland.apps.convert import convert
 
     float32 = {"dtype": "float32", "mixed_precision_param": "float32",
                "mixed_precision_reduce": "float32"}  # fmt: skip

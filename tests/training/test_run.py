@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.read import open_checkpoint
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.errors import sentence
 from overland.files import DISK
-from overland.tools.proofs.pool import RankPool
 from overland.training.export import export_hf
 from overland.training.loop import train
 from overland.training.run import build_run, keep_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from overland.tools.proofs.pool import RankPool
+from overland.apps.proofs.pool import RankPool
 from overland.training.callbacks import Callback
 from overland.training.loop import train
 from overland.training.run import Run, build_run

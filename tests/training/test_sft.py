@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from overland.apps.proofs.data import prove_data
+from overland.apps.proofs.pool import RankPool
 from overland.checks import load_checked
 from overland.checks.vocabulary import grown_size, with_new_tokens
 from overland.config.errors import ConfigError
@@ -18,8 +20,6 @@ from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
 from overland.config.write import to_toml
 from overland.data.tokenizer import Tokenizer
-from overland.tools.proofs.data import prove_data
-from overland.tools.proofs.pool import RankPool
 from overland.training import loop
 from overland.training.loop import train
 from overland.training.rehearsal import require_start

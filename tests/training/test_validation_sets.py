@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import list_checkpoints
 from overland.config.schema import JobConfig
 from overland.data.leakage import check_held_out
 from overland.errors import DataError
-from overland.tools.proofs.pool import RankPool
 from overland.training.console import validation_line
 from overland.training.loop import train
 from overland.training.run import build_run

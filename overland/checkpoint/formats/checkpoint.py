@@ -29,6 +29,9 @@ Config = dict[str, Any] | None
 MODEL, OPTIMIZER, NUM_UPDATES = "model.", "optimizer.", "optimizer.num_updates"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, as torch and DeepSpeed name it
 
+# Frequencies that some models store although they follow from the config.
+COMPUTED = ("rope.freqs", "freqs_cis", "rotary_emb.inv_freq")
+
 DEFAULT_SHARD_BYTES = 5 * 1000**3
 
 # Files next to weights that belong to them.
@@ -44,6 +47,11 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
+
+
+def is_computed(name: str) -> bool:
+    """Whether a tensor follows from the config, so that no model has to load it."""
+    return name.endswith(COMPUTED)
 
 
 @dataclass

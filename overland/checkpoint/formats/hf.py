@@ -22,19 +22,18 @@ from overland.checkpoint.formats.checkpoint import (
     companions_in,
     config_near,
     copy_files,
+    is_computed,
     read_json_object,
     split_by_size,
     write_json,
 )
 from overland.checkpoint.formats.lazy import Lazy, digest
-from overland.checkpoint.formats.meta import is_computed
 from overland.checkpoint.formats.safetensors import (
     Checksums,
     read_safetensors,
     write_checksums,
     write_safetensors,
 )
-from overland.checkpoint.formats.torch_save import read_torch_file, tensors_in
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import is_ranks
 from overland.errors import CheckpointError, DataError, ModelError
@@ -42,6 +41,7 @@ from overland.models.hf import INDEX, SINGLE, read_index, shapes_in_files
 from overland.models.hf_config import RMSNORM
 from overland.models.registry import read_hf_config
 from overland.models.sizes import EMBEDDING, HEAD
+from overland.plugins import plugin
 
 OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
@@ -145,7 +145,8 @@ def _weights(path: Path) -> dict[str, Lazy]:
 def _open(file: Path) -> dict[str, Lazy]:
     if file.suffix == ".safetensors":
         return dict(read_safetensors(file))
-    return dict(tensors_in(read_torch_file(file), file))
+    tensors: dict[str, Lazy] = plugin("torch_files").tensors_of(file)
+    return tensors
 
 
 def without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:

@@ -31,13 +31,13 @@ from overland.checkpoint.formats.safetensors import (
     write_checksums,
     write_safetensors,
 )
-from overland.checkpoint.formats.torch_save import read_torch_file, tensors_in
 from overland.config.adapter import ADAPTER_CONFIG, read_adapter_config, settings_of
 from overland.config.schema import Lora
 from overland.errors import CheckpointError
 from overland.files import new_file
 from overland.models.lora_targets import is_saved_whole, is_target, rank_and_alpha
 from overland.models.sizes import EMBEDDING, HEAD
+from overland.plugins import plugin
 
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -86,7 +86,7 @@ def open_peft(path: Path, config: Config = None) -> LazyCheckpoint:
     refuse_link_out(file)
     is_safe = file.suffix == ".safetensors"
     found: dict[str, Lazy] = dict(
-        read_safetensors(file) if is_safe else tensors_in(read_torch_file(file), file)
+        read_safetensors(file) if is_safe else plugin("torch_files").tensors_of(file)
     )
     strange = next((name for name in found if not name.startswith(PREFIX)), None)
     if strange is not None:

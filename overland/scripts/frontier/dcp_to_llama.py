@@ -9,9 +9,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from overland.apps.hub.repo import connect, open_repo
 from overland.cli.main import run
 from overland.errors import OverlandError
-from overland.tools.hub.repo import connect, open_repo
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

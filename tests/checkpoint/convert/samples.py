@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from overland.checkpoint.formats import LazyCheckpoint
+from overland.apps.convert.formats import LazyCheckpoint
 from overland.checkpoint.formats.lazy import Lazy, held
 from overland.models import DecoderConfig
 from tests.cli.processes import ROOT

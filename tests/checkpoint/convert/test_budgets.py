@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from overland.checkpoint.formats import open_any
-from overland.checkpoint.formats.pickles import load_pickle
-from overland.checkpoint.formats.safe_globals import SAFE_GLOBALS
-from overland.checkpoint.formats.torch_save import read_torch_file
+from overland.apps.convert.formats import open_any
+from overland.apps.convert.formats.pickles import load_pickle
+from overland.apps.convert.formats.safe_globals import SAFE_GLOBALS
+from overland.apps.convert.formats.torch_save import read_torch_file
 from tests.limited import limited
 
 

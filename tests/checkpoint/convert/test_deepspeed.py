@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overland.checkpoint.formats import open_any
+from overland.apps.convert.formats import open_any
 from overland.errors import CheckpointError
 
 from .samples import assert_same, contents

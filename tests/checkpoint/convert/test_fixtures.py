@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from overland.checkpoint.formats import open_any
-from overland.checkpoint.formats.dcp import read_dcp
+from overland.apps.convert import convert
+from overland.apps.convert.formats import open_any
+from overland.apps.convert.formats.dcp import read_dcp
+from overland.apps.convert.formats.torch_save import scalar
+from overland.apps.convert.verify import model_with_weights
 from overland.checkpoint.formats.lazy import digest
-from overland.checkpoint.formats.torch_save import scalar
 from overland.models import DecoderConfig
-from overland.tools.convert import convert
-from overland.tools.convert.verify import model_with_weights
 
 from .samples import DCP, DEEPSPEED, META, fixture, saved
 
@@ -132,7 +132,7 @@ def test_hf_to_meta_gives_the_original(name: str, tmp_path: Path) -> None:
 
 
 def assert_same_model(ours: Path, theirs: Path) -> None:
-    from overland.checkpoint.formats.meta import feed_forward_size
+    from overland.apps.convert.formats.meta import feed_forward_size
 
     def sizes(path: Path) -> dict[str, Any]:
         params = json.loads(path.read_text())

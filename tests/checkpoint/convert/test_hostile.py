@@ -18,15 +18,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from overland.checkpoint.formats import FORMATS, Options, open_any
+from overland.apps.convert import convert
+from overland.apps.convert.formats import FORMATS, Options, open_any
+from overland.apps.convert.formats.torch_save import read_torch_file
+from overland.apps.convert.verify import verify_hashes
 from overland.checkpoint.formats.lazy import digest
 from overland.checkpoint.formats.safetensors import read_safetensors
-from overland.checkpoint.formats.torch_save import read_torch_file
 from overland.errors import CheckpointError
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.hf import load_hf
-from overland.tools.convert import convert
-from overland.tools.convert.verify import verify_hashes
 
 from .samples import fixture, saved, tiny_config, tiny_source
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overland.checkpoint.formats import FORMATS, LazyCheckpoint, Options
+from overland.apps.convert.formats import FORMATS, LazyCheckpoint, Options
 from overland.checkpoint.formats.lazy import Lazy
 from overland.models import DecoderConfig
 from tests.models.tiny import hf
@@ -27,8 +27,8 @@ import sys
 from pathlib import Path
 
 import torch.distributed.checkpoint.filesystem
-from overland.checkpoint.formats import Options
-from overland.tools.convert import convert
+from overland.apps.convert.formats import Options
+from overland.apps.convert import convert
 
 def mark():
     line = next(l for l in open("/proc/self/status") if l.startswith("VmHWM"))

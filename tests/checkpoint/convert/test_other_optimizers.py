@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.checkpoint.formats import FORMATS, LazyCheckpoint, Options, open_any
+from overland.apps.convert import convert
+from overland.apps.convert.formats import FORMATS, LazyCheckpoint, Options, open_any
 from overland.checkpoint.formats.lazy import held
 from overland.models import DecoderConfig
-from overland.tools.convert import convert
 
 from .samples import assert_same, contents, tiny_config, tiny_source
 

@@ -13,7 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from overland.checkpoint.formats import LazyCheckpoint, open_any
+from overland.apps.convert import convert
+from overland.apps.convert.formats import LazyCheckpoint, open_any
+from overland.apps.convert.verify import model_with_weights
 from overland.checkpoint.formats.lazy import held
 from overland.checkpoint.formats.merge import Merged, join, merge
 from overland.checkpoint.formats.peft import plain_name
@@ -23,8 +25,6 @@ from overland.models.init import init_buffers
 from overland.models.lora import LoRA
 from overland.models.registry import build_model, read_hf_config
 from overland.models.transform import apply_transforms
-from overland.tools.convert import convert
-from overland.tools.convert.verify import model_with_weights
 
 from .samples import fixture
 from .test_cli import overland

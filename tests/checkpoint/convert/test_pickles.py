@@ -8,8 +8,8 @@ from collections import OrderedDict, defaultdict
 
 import pytest
 
-from overland.checkpoint.formats.pickles import load_pickle
-from overland.checkpoint.formats.safe_globals import SAFE_GLOBALS
+from overland.apps.convert.formats.pickles import load_pickle
+from overland.apps.convert.formats.safe_globals import SAFE_GLOBALS
 from overland.errors import CheckpointError
 
 DATA = [

@@ -10,17 +10,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from overland.checkpoint.formats import (
+from overland.apps.convert import convert
+from overland.apps.convert.formats import (
     FORMATS,
     Options,
-    lazy,
     open_any,
     register_format,
     targets,
 )
+from overland.checkpoint.formats import lazy
 from overland.cli.main import app
 from overland.errors import CheckpointError
-from overland.tools.convert import convert
 from tests.jobs import write_model
 from tests.models.tiny import LLAMA3_ROPE, hf
 
@@ -152,7 +152,7 @@ def test_torchtitan_names_and_back(tmp_path: Path) -> None:
         folder = tmp_path / f"titan{prefix}"
         options = Options(names="torchtitan", key_prefix=prefix)
         convert(tmp_path / "ours", folder, "dcp", options=options)
-        from overland.checkpoint.formats.dcp import read_dcp
+        from overland.apps.convert.formats.dcp import read_dcp
 
         tensors, _ = read_dcp(folder)
         stem = prefix or ""

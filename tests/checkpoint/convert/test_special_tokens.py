@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from overland.checkpoint.formats import LazyCheckpoint, Options
+from overland.apps.convert.formats import LazyCheckpoint, Options
 from overland.checkpoint.formats.checkpoint import companions_in
 from overland.checkpoint.formats.hf import write_hf
 from overland.checkpoint.formats.lazy import held

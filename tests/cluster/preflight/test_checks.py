@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from overland.tools.preflight import device, node
-from overland.tools.preflight.child import in_child
-from overland.tools.preflight.link import backend_for
-from overland.tools.preflight.start import tasks_per_node
-from overland.tools.wire import Wire
+from overland.cluster.preflight import device, node
+from overland.cluster.preflight.child import in_child
+from overland.cluster.preflight.link import backend_for
+from overland.cluster.preflight.start import tasks_per_node
+from overland.cluster.wire import Wire
 
 
 @pytest.fixture

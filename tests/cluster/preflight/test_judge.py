@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from overland.tools.preflight import judge
+from overland.cluster.preflight import judge
 
 GPU: dict[str, Any] = {
     "kind": "cuda",

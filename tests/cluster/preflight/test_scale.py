@@ -9,9 +9,9 @@ import threading
 from collections import Counter
 from typing import Any
 
-from overland.tools.preflight.conduct import PreflightSettings, conduct
-from overland.tools.preflight.start import Started
-from overland.tools.wire import Switchboard, Wire
+from overland.cluster.preflight.conduct import PreflightSettings, conduct
+from overland.cluster.preflight.start import Started
+from overland.cluster.wire import Switchboard, Wire
 
 NODES = [f"n{i:03}" for i in range(640)]
 SLOW = {"n017", "n333"}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from overland.cluster.preflight import crew, start
+from overland.cluster.preflight.conduct import preflight
+from overland.cluster.preflight.report import Report
 from overland.errors import ClusterError
-from overland.tools.preflight import crew, start
-from overland.tools.preflight.conduct import preflight
-from overland.tools.preflight.report import Report
 from tests.cli.processes import environment
 from tests.cluster.preflight.faults import launch
 from tests.cluster.slurm import Slurm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overland.tools.preflight.tournament import (
+from overland.cluster.preflight.tournament import (
     Match,
     conclude_rounds,
     faultless,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.tools.jobs.site import load_site
-from overland.tools.preflight import all_reduce, conduct
-from overland.tools.preflight.report import Report
+from overland.cluster.preflight import all_reduce, conduct
+from overland.cluster.preflight.report import Report
+from overland.cluster.site import load_site
 
 # Lines as NCCL and RCCL print them, of several versions.
 TCP = """\

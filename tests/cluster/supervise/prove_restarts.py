@@ -2,7 +2,7 @@
 
     python -m tests.cluster.supervise.prove_restarts --into docs/evidence
 
-`overland.tools.jobs.supervise.policy.decide` is asked as the supervisor asks it; only time, nodes
+`overland.cluster.supervise.policy.decide` is asked as the supervisor asks it; only time, nodes
 and faults are drawn at random. What has a page already is not done again.
 """
 
@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from overland.cluster.supervise.policy import Answer, Failure, decide, with_failure
+
 from overland.errors import Kind
-from overland.tools.jobs.supervise.policy import Answer, Failure, decide, with_failure
 
 Policy = Callable[[Sequence[Failure]], Answer]
 
@@ -156,7 +157,7 @@ PAGE = """\
 
 On 640 nodes of Frontier 4 to 5 of 10 starts worked, reports a user who tried. This is a \
 simulation of {chains:,} chains of {sessions} sessions of {hours:.0f} h at such rates: with the \
-policy that the supervisor asks after every failure (`overland/tools/jobs/supervise/policy.py`), \
+policy that the supervisor asks after every failure (`overland/cluster/supervise/policy.py`), \
 and with the one before it, which stopped a chain after two attempts without a new step. A start \
 takes {minutes:.0f} minutes, whether it works or not. A fault is drawn from: {causes}; its node at \
 random; for an unknown error, one of {places} places in the program at random.

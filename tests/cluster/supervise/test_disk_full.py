@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from overland.cluster.supervise.events import read_events
+from overland.cluster.supervise.faults import Fault
+from overland.cluster.supervise.logbook import Logbook
+from overland.cluster.supervise.roster import Roster
+from overland.cluster.supervise.supervisor import Supervisor
 
+from overland.cluster.supervise import supervisor as supervisors
+from overland.cluster.supervise.supervised import LEAST, Supervised, has_room
 from overland.errors import Kind
-from overland.tools.jobs.supervise import supervisor as supervisors
-from overland.tools.jobs.supervise.events import read_events
-from overland.tools.jobs.supervise.faults import Fault
-from overland.tools.jobs.supervise.logbook import Logbook
-from overland.tools.jobs.supervise.roster import Roster
-from overland.tools.jobs.supervise.run import LEAST, Supervised, has_room
-from overland.tools.jobs.supervise.supervisor import Supervisor
 from tests.cluster.supervise.disk import small_disk
 
 FULL = Fault(Kind.DISK, "rank 2 on n2: OSError: [Errno 28] No space left on device", (2,), ("n2",))

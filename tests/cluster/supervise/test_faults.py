@@ -9,6 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from overland.cluster.supervise.faults import (
+    Fault,
+    Findings,
+    expand_ranks,
+    with_recorded_ranks,
+)
 
 from overland.config.errors import ConfigError
 from overland.errors import (
@@ -18,12 +24,6 @@ from overland.errors import (
     Kind,
     TakenError,
     TrainingError,
-)
-from overland.tools.jobs.supervise.faults import (
-    Fault,
-    Findings,
-    expand_ranks,
-    with_recorded_ranks,
 )
 from overland.world.flight_recorder import Wait
 from overland.world.last_words import ENDED, SAYS, error_kind, error_place, say

@@ -6,14 +6,14 @@ import signal
 from pathlib import Path
 
 import pytest
+from overland.cluster.supervise.events import read_events
+from overland.cluster.supervise.faults import Fault
+from overland.cluster.supervise.logbook import Logbook
+from overland.cluster.supervise.roster import Roster
+from overland.cluster.supervise.supervisor import Supervisor
 
+from overland.cluster.supervise.supervised import Supervised
 from overland.errors import Kind
-from overland.tools.jobs.supervise.events import read_events
-from overland.tools.jobs.supervise.faults import Fault
-from overland.tools.jobs.supervise.logbook import Logbook
-from overland.tools.jobs.supervise.roster import Roster
-from overland.tools.jobs.supervise.run import Supervised
-from overland.tools.jobs.supervise.supervisor import Supervisor
 
 
 @pytest.mark.parametrize(("restarts", "action"), [(0, "stop"), (1, "next session")])

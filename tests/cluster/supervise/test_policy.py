@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-
-from overland.config.schema import Health
-from overland.errors import Kind
-from overland.tools.jobs.supervise.events import Event
-from overland.tools.jobs.supervise.policy import (
+from overland.cluster.supervise.events import Event
+from overland.cluster.supervise.policy import (
     LONGEST_PAUSE_SECONDS,
     MAX_FAILED_STARTS,
     Answer,
@@ -18,6 +15,9 @@ from overland.tools.jobs.supervise.policy import (
     read_streak,
     with_failure,
 )
+
+from overland.config.schema import Health
+from overland.errors import Kind
 from tests.cluster.supervise.prove_restarts import OLD, Rates, chains, first_of_two
 
 NETWORK = Failure(Kind.NETWORK)

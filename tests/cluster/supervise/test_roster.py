@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from overland.tools.jobs.supervise.events import (
+from overland.cluster.supervise.events import (
     Event,
     bad_nodes,
     furthest_step,
     of_submission,
     read_events,
 )
-from overland.tools.jobs.supervise.logbook import Logbook
-from overland.tools.jobs.supervise.roster import Roster
+from overland.cluster.supervise.logbook import Logbook
+from overland.cluster.supervise.roster import Roster
 
 
 def test_the_batch_host_is_taken_last() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overland.apps.evaluation.documents import sets_of
+from overland.apps.evaluation.parts import Cutter
+from overland.apps.evaluation.perplexity import require_some, score, total
+from overland.apps.evaluation.ranks import Ranks, scorer_for
 from overland.config.schema import DataSource
 from overland.data.tokenizer import Tokenizer
-from overland.tools.evaluation.documents import sets_of
-from overland.tools.evaluation.parts import Cutter
-from overland.tools.evaluation.perplexity import require_some, score, total
-from overland.tools.evaluation.ranks import Ranks, scorer_for
 from overland.training.callbacks import Callback, register_callback
 
 

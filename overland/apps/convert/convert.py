@@ -1,0 +1,369 @@
+"""Converts any checkpoint to any format, with one tensor in memory at a time. The output is
+complete or does not exist."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overland.apps.convert.formats import FORMATS, open_any, targets
+from overland.apps.convert.verify import verify_hashes, verify_logits, verify_products
+from overland.arguments import dtype_name, path_of, path_or_none, texts
+from overland.checkpoint.formats.checkpoint import (
+    MODEL,
+    Config,
+    LazyCheckpoint,
+    Options,
+    companions_in,
+    read_json_object,
+    split_state,
+)
+from overland.checkpoint.formats.lazy import Lazy, cast_lazily, digest
+from overland.checkpoint.formats.merge import Merged, join, merge
+from overland.checkpoint.formats.overland import step_of_export
+from overland.checkpoint.formats.peft import has_adapters, trained
+from overland.checkpoint.formats.sparse import densify
+from overland.errors import CheckpointError
+from overland.files import publish, sync
+from overland.words import did_you_mean
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+CHECKS = ("hash", "logits", "none")
+WITHOUT_ADAPTERS = ("hf", "meta", "safetensors")
+ALLOWANCE = 256 * 2**20
+
+Advance = Callable[[str, int, int], None]
+"""Called with the current activity, the bytes done, and the total bytes."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did. Sizes are in bytes."""
+
+    source: str
+    source_format: str
+    target: str
+    target_format: str
+    num_tensors: int
+    num_bytes: int
+    verified: int
+    logits_difference: float | None
+    own_model: str | None
+    merged: int
+    """Number of matrices that adapters were merged into."""
+    products_difference: float | None
+    """Their largest error on random vectors, relative to the largest result."""
+    note: str
+    peak_memory: int
+    allowed_memory: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str,
+    *,
+    dtype: str | torch.dtype | None = None,
+    exclude: Sequence[str] = (),
+    weights_only: bool = False,
+    config: str | Path | None = None,
+    options: Options | None = None,
+    verify: str = "hash",
+    advance: Advance = lambda what, done, total: None,
+    adapter: str | Path | None = None,
+    merge_lora: bool = False,
+) -> Conversion:
+    """Writes the checkpoint at `source` to `target` in format `to`; see docs/convert.md."""
+    for given, valid, option in ((to, targets(), "--to"), (verify, CHECKS, "--verify")):
+        if given not in valid:
+            raise CheckpointError(f"{option} {given} is unknown{did_you_mean(given, valid)}")
+    kind = dtype_name(dtype)
+    if kind is not None and kind not in DTYPES:
+        raise CheckpointError(f"--dtype {kind} is unknown{did_you_mean(kind, DTYPES)}")
+    options, format_ = options or Options(), FORMATS[to]
+    source, target = path_of(source, "source"), path_of(target, "target")
+    adapter, config = path_or_none(adapter, "adapter"), path_or_none(config, "config")
+    exclude = texts(exclude, "exclude")
+    if to == "safetensors" and target.suffix != ".safetensors":
+        raise CheckpointError(f"--to {to} writes one file: name it {target.name}.safetensors")
+    for place in (source, *([adapter] if adapter is not None else [])):
+        _check_apart(place, target)
+    memory = PeakMemory()
+    given_config, companions = _given_config(config)
+    wanted = DTYPES[kind] if kind else torch.float32 if to == "safetensors" else None
+    opened = _open(source, given_config, to, adapter, merge_lora)
+    if companions:
+        opened.companions = companions
+    if to != "overland":
+        opened = densify(opened)
+    with_adapters = opened
+    if merge_lora:
+        opened = merge(opened, wanted)
+    elif to == "peft":
+        opened = opened.with_tensors({MODEL + name: one for name, one in trained(opened).items()})
+    weights_only = weights_only or format_.weights_only or merge_lora
+    kept = _without(_selected(opened, weights_only), exclude)
+    chosen = opened.with_tensors(_with_dtype(kept, wanted))
+    if exclude:
+        options = Options(**{**asdict(options), "partial": True})
+
+    total = sum(lazy.nbytes for lazy in chosen.tensors.values())
+    largest = max((_largest(lazy) for lazy in chosen.tensors.values()), default=0)
+    count = _Counter(advance, total)
+    sent: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {}
+
+    def seen(name: str, tensor: Tensor) -> None:
+        hashed = digest(tensor) if verify != "none" else ""
+        sent[name] = tuple(tensor.shape), tensor.dtype, hashed
+        count("writing", tensor.nbytes)
+
+    watched = chosen.with_tensors(_watched(chosen.tensors, seen))
+    verified, products, difference, note = 0, None, None, ""
+    with new_target(target, format_.is_file) as beside:
+        assert format_.write is not None
+        format_.write(watched, beside, options)
+        if verify != "none":
+            count.start()
+            written = format_.open(beside, chosen.config)
+            verify_hashes(written, sent, lambda size: count("verifying", size))
+            verified = len(sent)
+            if merge_lora:
+                products = verify_products(chosen, written)
+        growth = memory.growth()  # before models are built
+        if verify == "logits" or (merge_lora and verify != "none"):
+            is_asked = verify == "logits"
+            difference, note = verify_logits(with_adapters, written, chosen.config, is_asked)
+    num_bytes = sum(chosen.tensors[name].nbytes for name in sent)
+    num_merged = sum(isinstance(lazy, Merged) for lazy in chosen.tensors.values())
+    return Conversion(
+        str(source), opened.format, str(target), to, len(sent), num_bytes, verified, difference,
+        opened.own_model, num_merged, products, note, growth, 2 * largest + ALLOWANCE,
+    )  # fmt: skip
+
+
+def _open(
+    path: Path, config: Config, to: str, adapter: str | Path | None, merge_lora: bool
+) -> LazyCheckpoint:
+    """Opens the source, joined with separate adapters, or adapters joined with the weights next to
+    them; raises an error for anything that the target format cannot represent."""
+    if adapter is not None:
+        if not merge_lora:
+            raise CheckpointError("--adapter has no effect without --merge-lora: give both")
+        base = open_any(path, config)
+        if has_adapters(base.weights()):
+            raise CheckpointError(f"{path} already has adapters: omit --adapter")
+        return join(base, open_any(adapter, whole=False))
+    opened = open_any(path, config, whole=to != "peft")
+    if opened.format == "peft" and to != "peft":
+        step = step_of_export(path) if merge_lora else None
+        if step is None:
+            said = (opened.adapter or {}).get("base_model_name_or_path")
+            whose = f" (it names {said!r:.100}, which is not looked up)" if said else ""
+            raise CheckpointError(
+                f"{path} contains only adapters: give their base model{whose}: overland convert "
+                f"MODEL OUT --to {to} --adapter {path} --merge-lora"
+            )
+        opened = open_any(step, config)
+    if merge_lora and to == "peft":
+        raise CheckpointError("--to peft writes unmerged adapters: omit --merge-lora")
+    if not merge_lora and to in WITHOUT_ADAPTERS and has_adapters(opened.weights()):
+        raise CheckpointError(
+            f"{path} has adapters, which {to} cannot store: use --merge-lora to merge them into "
+            "the weights, or --to peft to write only the adapters"
+        )
+    return opened
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    """Raises an error if the target is inside its source, since it would become part of that
+    checkpoint or run."""
+    whole, new = source.resolve(), target.resolve()
+    if new == whole or new in whole.parents:
+        raise CheckpointError(f"{target} is or contains {source}: choose a target outside of it")
+    if whole in new.parents:
+        raise CheckpointError(
+            f"{target} is inside {source}, which must not change: choose a target outside of it"
+        )
+
+
+def _selected(source: LazyCheckpoint, weights_only: bool) -> dict[str, Lazy]:
+    """Returns the weights, and with `weights_only` off all other tensors, such as optimizer
+    state."""
+    if not any(name.startswith(MODEL) for name in source.tensors):
+        raise CheckpointError(f"{source.folder} contains no model weights")
+    return {
+        name: lazy
+        for name, lazy in source.tensors.items()
+        if name.startswith(MODEL) or not weights_only
+    }
+
+
+def _without(tensors: dict[str, Lazy], patterns: Sequence[str]) -> dict[str, Lazy]:
+    """Drops parameters (with their optimizer state) and other entries that match a pattern."""
+    kept = dict(tensors)
+    for pattern in patterns:
+        matched = [name for name in tensors if _matches(name, pattern, tensors)]
+        if not matched:
+            plain = [name.removeprefix(MODEL) for name in tensors]
+            raise CheckpointError(f"--exclude {pattern} matches no tensor{_near(pattern, plain)}")
+        for name in matched:
+            kept.pop(name, None)
+    if not any(name.startswith(MODEL) for name in kept):
+        raise CheckpointError("--exclude leaves no weights to convert")
+    return kept
+
+
+def _matches(name: str, pattern: str, tensors: dict[str, Lazy]) -> bool:
+    state = split_state(name, tensors)
+    names = (name, name.removeprefix(MODEL), *(state[:1] if state else ()))
+    return any(fnmatch.fnmatchcase(one, pattern) for one in names)
+
+
+def _near(pattern: str, names: list[str]) -> str:
+    hint = did_you_mean(pattern, names)
+    return hint if hint.startswith("; did") else f"; the first is {names[0]}"
+
+
+def _with_dtype(tensors: dict[str, Lazy], dtype: torch.dtype | None) -> dict[str, Lazy]:
+    """Casts floating-point weights; optimizer state is unchanged. Names that share a tensor still
+    share it afterwards."""
+    if dtype is None:
+        return tensors
+    changed: dict[int, Lazy] = {}
+    return {
+        name: changed.setdefault(id(lazy), cast_lazily(lazy, dtype))
+        if name.startswith(MODEL) and lazy.dtype.is_floating_point
+        else lazy
+        for name, lazy in tensors.items()
+    }
+
+
+def _largest(lazy: Lazy) -> int:
+    """Returns the size of a tensor in bytes; a cast tensor counts with its wider type."""
+    before = getattr(lazy, "before", lazy)
+    return max(lazy.nbytes, before.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Watched(Lazy):
+    before: Lazy
+    names: tuple[str, ...]
+    seen: Callable[[str, Tensor], None]
+
+    def load(self) -> Tensor:
+        tensor = self.before.load()
+        for name in self.names:
+            self.seen(name, tensor)
+        return tensor
+
+
+def _watched(tensors: dict[str, Lazy], seen: Callable[[str, Tensor], None]) -> dict[str, Lazy]:
+    names: dict[int, list[str]] = {}
+    for name, lazy in tensors.items():
+        names.setdefault(id(lazy), []).append(name)
+    made: dict[int, Lazy] = {}
+    for lazy in tensors.values():
+        watched = _Watched(lazy.shape, lazy.dtype, lazy, tuple(names[id(lazy)]), seen)
+        made.setdefault(id(lazy), watched)
+    return {name: made[id(lazy)] for name, lazy in tensors.items()}
+
+
+class _Counter:
+    def __init__(self, advance: Advance, total: int) -> None:
+        self.advance, self.total, self.done = advance, total, 0
+
+    def start(self) -> None:
+        self.done = 0
+
+    def __call__(self, what: str, size: int) -> None:
+        self.done = min(self.total, self.done + size)
+        self.advance(what, self.done, self.total)
+
+
+def _given_config(path: str | Path | None) -> tuple[Config, list[Path]]:
+    if path is None:
+        return None, []
+    path = Path(path).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError(f"--config {path}: {file} does not exist")
+    return read_json_object(file), companions_in(path) if path.is_dir() else []
+
+
+@contextmanager
+def new_target(target: Path, is_file: bool) -> Iterator[Path]:
+    """Yields a temporary path next to the target, which is renamed to it once complete."""
+    is_empty_folder = not is_file and target.is_dir() and not any(target.iterdir())
+    if (target.is_symlink() or target.exists()) and not is_empty_folder:
+        raise CheckpointError(f"{target} already exists; choose a new name or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    _remove(beside)
+    if not is_file:
+        beside.mkdir()
+    try:
+        yield beside
+        sync(beside)
+        if target.is_dir():
+            target.rmdir()
+        publish(beside, target)
+    finally:
+        _remove(beside)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+class PeakMemory:
+    """Peak memory since its creation; on Linux from the kernel's high-water mark."""
+
+    def __init__(self) -> None:
+        # 5 resets the mark to the current usage, since imports have a peak of their own.
+        self.base = _status("VmRSS") if _reset() else _highest()
+
+    def growth(self) -> int:
+        """Returns the growth in bytes."""
+        return max(0, _highest() - self.base)
+
+
+def _reset() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return _status("VmRSS") > 0
+
+
+def _highest() -> int:
+    mark = _status("VmHWM")
+    if mark:
+        return mark
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status(field: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)

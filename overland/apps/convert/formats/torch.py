@@ -1,0 +1,260 @@
+"""The four files of the training stub, all loadable with `torch.load(weights_only=True)`.
+
+model_state_dict.pt   parameter → tensor
+optim_state_dict.pt   torch.optim's own form: {"state": {0: {step, exp_avg, exp_avg_sq}, …},
+                      "param_groups": […]}, numbered across the groups, names in param_names;
+                      optimizers other than Adam keep their state under its own names
+lr_state_dict.pt      torch's schedulers' form: last_epoch, _step_count, base_lrs, _last_lr
+iter_state_dict.pt    epoch, seg, start_idx, end_idx, loss_min; and step, batch, tokens; for a run
+                      also everything else that it needs to resume (as JSON in `run`)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overland.apps.convert.formats.meta import has_meta_names, head_dim_of, to_hf_names
+from overland.apps.convert.formats.torch_save import (
+    read_torch_file,
+    scalar,
+    tensors_in,
+    write_torch_file,
+)
+from overland.checkpoint.formats.checkpoint import (
+    MODEL,
+    MOMENTS,
+    NUM_UPDATES,
+    OPTIMIZER,
+    Config,
+    LazyCheckpoint,
+    Options,
+    companions_in,
+    config_near,
+    num_updates,
+    write_companions,
+)
+from overland.checkpoint.formats.lazy import Lazy, Stored, held
+from overland.errors import CheckpointError
+from overland.files import new_file
+
+WEIGHTS, STATE = "model_state_dict.pt", "optim_state_dict.pt"
+RATES, PROGRESS = "lr_state_dict.pt", "iter_state_dict.pt"
+
+WRAPPED = re.compile(r"((module|_orig_mod)\.)*")
+
+# The defaults of torch.optim.AdamW, for checkpoints that do not record them.
+ADAMW = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+
+
+def detect_torch(path: Path) -> bool:
+    return (path / WEIGHTS).is_file() or (
+        path.is_file() and path.suffix in (".pt", ".pth", ".bin", ".ckpt")
+    )
+
+
+def open_torch(path: Path, config: Config = None) -> LazyCheckpoint:
+    """Opens the four files, of which only the first is required, or one file with a state dict."""
+    folder = path.parent if path.is_file() else path
+    config = config or config_near(folder, folder.parent)
+    weights = _named(path if path.is_file() else path / WEIGHTS)
+    wrapper = wrapper_of(weights)
+    weights = {name.removeprefix(wrapper): lazy for name, lazy in weights.items()}
+    order = list(weights)
+    if has_meta_names(weights):
+        head_dim = head_dim_of(config, f"{path} has Meta's names and")
+        weights = to_hf_names(weights, head_dim)
+    tensors = {MODEL + name: lazy for name, lazy in weights.items()}
+    extras: dict[str, Any] = {}
+    if path.is_dir() and (path / STATE).is_file():
+        state, extras["param_groups"] = _state(path / STATE, order, wrapper)
+        tensors |= state
+    if path.is_dir() and (path / PROGRESS).is_file():
+        progress = read_torch_file(path / PROGRESS)
+        extras |= _progress(progress, path / PROGRESS)
+        if isinstance(progress.get("other"), dict):
+            tensors |= _others(dict(tensors_in(progress["other"], path / PROGRESS)))
+    if path.is_dir() and "step" not in extras and (path / RATES).is_file():
+        rates = read_torch_file(path / RATES)
+        last = scalar(rates.get("last_epoch")) if isinstance(rates, dict) else None
+        extras |= {"step": last} if isinstance(last, int) and last > 0 else {}
+    return LazyCheckpoint("torch", folder, tensors, extras, config, companions_in(folder))
+
+
+def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = None) -> None:
+    """Writes the four files, as far as the source has their contents. The first two are written
+    tensor by tensor."""
+    _write(folder / WEIGHTS, source.weights())
+    if any(True for _ in source.states()):
+        _write(folder / STATE, _torch_state(source))
+    extras = source.extras
+    step = int(extras.get("step", 0))
+    rates = [float(group.get("lr", ADAMW["lr"])) for group in _groups(source)]
+    _write(
+        folder / RATES,
+        {
+            "last_epoch": step,
+            "_step_count": step + 1,
+            "base_lrs": [float(group.get("initial_lr", rate)) for group, rate in
+                         zip(_groups(source), rates, strict=True)],
+            "_last_lr": rates,
+        },
+    )  # fmt: skip
+    best = extras.get("best_validation_loss")
+    batch = int(extras.get("batch", step))
+    _write(
+        folder / PROGRESS,
+        {
+            "epoch": int(extras.get("epoch", 0)),
+            "seg": int(extras.get("seg", 0)),
+            "start_idx": int(extras.get("start_idx", batch)),
+            "end_idx": int(extras.get("end_idx", batch)),
+            "loss_min": float("inf") if best is None else float(best),
+            "step": step,
+            "batch": batch,
+            "tokens": int(extras.get("tokens", 0)),
+            "run": json.dumps(extras["run"]) if extras.get("run") else "",
+            "other": _others(source.tensors),
+        },
+    )
+    write_companions(source.config, source.companions, folder)
+
+
+def _others(tensors: dict[str, Lazy]) -> dict[str, Lazy]:
+    """Returns what does not fit in the other files: the count of updates, the loss scale of a
+    run."""
+    kept = {NUM_UPDATES} & set(tensors)
+    kept |= {name for name in tensors if not name.startswith((MODEL, OPTIMIZER))}
+    return {name: tensors[name] for name in tensors if name in kept}
+
+
+def _write(path: Path, saved: Any) -> None:
+    with new_file(path) as file:
+        write_torch_file(file, saved, root=path.stem)
+
+
+def _torch_state(source: LazyCheckpoint) -> dict[str, Any]:
+    updates = source.tensors.get(NUM_UPDATES)
+    steps = updates.load().to(torch.float32) if updates is not None else torch.zeros(())
+    states: dict[str, dict[str, Lazy]] = {}
+    for name, kind, lazy in source.states():
+        states.setdefault(name, {})[kind] = lazy
+    state: dict[int, dict[str, Lazy]] = {}
+    groups = []
+    for group in _groups(source):
+        names = group["names"]
+        numbers = list(range(len(state), len(state) + len(names)))
+        for number, name in zip(numbers, names, strict=True):
+            state[number] = {"step": held(steps), **states.get(name, {})}
+        settings = {key: value for key, value in group.items() if key != "names"}
+        is_adam = any(states.get(name, {}).keys() >= {*MOMENTS} for name in names)
+        defaults = ADAMW if is_adam else {}
+        groups.append({**defaults, **settings, "params": numbers, "param_names": names})
+    kept = {number: one for number, one in state.items() if len(one) > 1}
+    return {"state": kept, "param_groups": groups}
+
+
+def _groups(source: LazyCheckpoint) -> list[dict[str, Any]]:
+    """Returns the source's parameter groups; a single group of all parameters if they do not
+    match."""
+    trained = list(dict.fromkeys(name for name, _, _ in source.states()))
+    groups = source.extras.get("param_groups") or []
+    named = {name for group in groups for name in group["names"]}
+    if groups and named >= set(trained):
+        return [dict(group) for group in groups]
+    return [{"names": trained}]
+
+
+def wrapper_of(names: Iterable[str]) -> str:
+    """Returns the prefix that DDP and torch.compile add to every name of a wrapped model."""
+    found = {WRAPPED.match(name) for name in names}
+    prefixes = {match.group() if match else "" for match in found}
+    return prefixes.pop() if len(prefixes) == 1 else ""
+
+
+def _state(
+    path: Path, parameters: list[str], wrapper: str
+) -> tuple[dict[str, Lazy], list[dict[str, Any]]]:
+    saved = read_torch_file(path)
+    try:
+        state, groups = saved["state"], saved["param_groups"]
+        names = _names(groups, parameters, path)
+        name_of = {key: name.removeprefix(wrapper) for key, name in names}
+        tensors: dict[str, Lazy] = {}
+        steps = []
+        for key, one in state.items():
+            for kind, value in one.items():
+                if isinstance(value, Stored) and kind != "step":
+                    tensors[f"{OPTIMIZER}{name_of[key]}.{kind}"] = value
+            steps.append(float(scalar(one.get("step", 0))))
+        named = [
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            | {"names": [name_of[key] for key in group["params"]]}
+            for group in groups
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not an optimizer's state: {error!r}") from None
+    return tensors | num_updates(steps), named
+
+
+def _names(groups: Any, parameters: list[str], path: Path) -> Iterator[tuple[Any, str]]:
+    """Yields (key in the state, parameter). Keys are names (FSDP's form) or numbers; for numbers,
+    names are stored alongside, or the numbers count the model's parameters."""
+    keys = [key for group in groups for key in group["params"]]
+    given = [name for group in groups for name in group.get("param_names") or ()]
+    if all(isinstance(key, str) for key in keys):
+        yield from ((key, key) for key in keys)
+    elif len(given) == len(keys):
+        yield from zip(keys, given, strict=True)
+    elif len(groups) == 1 and len(keys) == len(parameters):
+        yield from zip(keys, parameters, strict=True)
+    else:
+        raise CheckpointError(
+            f"{path} numbers {len(keys)} parameters in {len(groups)} groups without names, so "
+            "their state cannot be assigned; convert with --weights-only"
+        )
+
+
+def _progress(saved: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path} holds a {type(saved).__name__}, expected a dict")
+    known = ("epoch", "seg", "start_idx", "end_idx", "step", "batch", "tokens")
+    extras = {key: scalar(saved[key]) for key in known if key in saved}
+    best = scalar(saved.get("loss_min"))
+    if isinstance(best, (int, float)) and best != float("inf"):
+        extras["best_validation_loss"] = float(best)
+    if text := saved.get("run"):
+        try:
+            extras["run"] = dict(json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            raise CheckpointError(f"{path} is damaged: its `run` entry is not valid JSON") from None
+    return extras
+
+
+def _named(path: Path) -> dict[str, Lazy]:
+    """Reads a state dict, at the top level or under one of the usual keys."""
+    saved = read_torch_file(path)
+    for key in ("model", "state_dict", "model_state_dict", "module"):
+        if isinstance(saved, dict) and isinstance(saved.get(key), dict):
+            saved = saved[key]
+    tensors = tensors_in(saved, path)
+    if not tensors:
+        raise CheckpointError(f"{path} holds no named tensors")
+    return dict(tensors)

@@ -1,0 +1,102 @@
+"""A conversation with a model, using the chat template of its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from overland.apps.evaluation.generate import Completion, Generator
+from overland.apps.evaluation.model import OpenModel
+from overland.apps.evaluation.sampling import Sampling
+from overland.config.schema import JobConfig
+from overland.data.chat import ASSISTANT, Message
+from overland.data.sft import end_of_turn, to_answer
+from overland.errors import DataError
+
+
+def turns_of(question: str, system: str | None = None) -> list[Message]:
+    """Returns a conversation that starts with this question."""
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return [*first, {"role": "user", "content": question}]
+
+
+def prompt_of(
+    opened: OpenModel, turns: list[Message], tools: Sequence[Any] | None = None
+) -> list[int]:
+    """Returns the ids of a conversation, up to where the model answers."""
+    if not opened.tokenizer.chat_templates:
+        raise DataError(
+            f"{opened.tokenizer.path} has no chat template, so questions cannot be formatted: "
+            "omit --chat, or put a chat_template.jinja next to it"
+        )
+    return to_answer(opened.config or JobConfig(), opened.tokenizer, turns, tools)
+
+
+def ends_of(opened: OpenModel) -> tuple[int, ...]:
+    """Returns the tokens that end an answer."""
+    end = end_of_turn(opened.config or JobConfig(), opened.tokenizer)
+    return opened.end_ids if end is None else tuple(dict.fromkeys([*opened.end_ids, end]))
+
+
+@dataclass
+class Conversation:
+    """A conversation so far, with the settings for generating answers."""
+
+    opened: OpenModel
+    generator: Generator
+    num_tokens: int
+    sampling: Sampling
+    stop: Collection[str] = ()
+    system: str | None = None
+    note: Callable[[str], None] = lambda text: None
+    turns: list[Message] = field(default_factory=list)
+    answer: Completion | None = None
+    """The last answer; None if it was interrupted."""
+
+    def ask(self, question: str) -> Iterator[str]:
+        """Yields the answer piece by piece, and adds question and answer to the conversation. An
+        interrupted answer is kept as far as it got."""
+        begun = len(self.turns) // 2
+        self.turns += turns_of(question, self.system if not self.turns else None)
+        said: list[str] = []
+        self.answer = None
+        try:
+            pieces = self.generator.stream(
+                self._prompt(),
+                max_new_tokens=self.num_tokens,
+                sampling=self.sampling,
+                end_ids=ends_of(self.opened),
+                stop=tuple(self.stop),
+                number=begun,
+                ended=lambda one: setattr(self, "answer", one),
+            )
+            for piece in pieces:
+                said.append(piece)
+                yield piece
+        except Exception:
+            self.turns.pop()
+            raise
+        finally:
+            if self.turns and self.turns[-1]["role"] == "user":
+                self.turns.append({"role": ASSISTANT, "content": "".join(said).strip()})
+
+    def reset(self) -> None:
+        """Clears the conversation."""
+        self.turns.clear()
+
+    def _prompt(self) -> list[int]:
+        """Returns the ids of the conversation, without its first turns if it is too long."""
+        ids = prompt_of(self.opened, self.turns)
+        first = 1 if self.turns[0]["role"] == "system" else 0
+        left_out = 0
+        while len(ids) >= self.generator.length and len(self.turns) - first > 2:
+            del self.turns[first : first + 2]
+            left_out += 2
+            ids = prompt_of(self.opened, self.turns)
+        if left_out:
+            self.note(
+                f"the model's context is {self.generator.length:,} tokens: the first {left_out} "
+                "turns have been dropped"
+            )
+        return ids

@@ -1,0 +1,281 @@
+"""The data a model is evaluated on: documents from any source that overland.data reads.
+
+A dataset is given as a path, as a name that `training.dataset` accepts, or as NAME=PATH. A run also
+has its own validation sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.apps.evaluation.windows import Ids
+from overland.checks.files import C4, fetch_line
+from overland.config.schema import Data, DataSource, JobConfig
+from overland.data.corpora import Preparer
+from overland.data.corpus import Corpus
+from overland.data.corpus_folder import BuiltCorpus, CorpusLayout
+from overland.data.holdout import held_out_documents
+from overland.data.leakage import foreign_validation
+from overland.data.prepare import validation_data
+from overland.data.registry import (
+    find_folder,
+    held_out_sources,
+    is_built_in,
+    is_made,
+    open_by_name,
+    open_wanted,
+    source_names,
+    validates_on_holdout,
+    validation_table,
+)
+from overland.data.shard import TOKENS, WEIGHTS
+from overland.data.sources.marks import FileMark, digest_of
+from overland.data.sources.source import BadDocument, FileSource, Source, list_chunks
+from overland.data.sources.source import Document as Raw
+from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError, Unsettled
+from overland.words import any_of
+
+CHARACTERS_PER_TOKEN = 4  # approximate, to detect long documents before they are tokenized
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, or token ids."""
+
+    text: str | None = None
+    ids: Ids | None = None
+    is_bare: bool = True
+    """Whether it has no special tokens yet, so that BOS may be added."""
+    counts: npt.NDArray[np.bool_] | None = None
+    """Which tokens are scored; None: all of them."""
+
+    @property
+    def size(self) -> int:
+        """Approximate number of tokens."""
+        return len(self.text or "") // CHARACTERS_PER_TOKEN if self.ids is None else len(self.ids)
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A named set of documents."""
+
+    name: str
+    open: Callable[[], Source]
+
+    @cached_property
+    def source(self) -> Source:
+        source = self.open()
+        kind = getattr(source, "kind", "text")
+        if kind not in ("text", "tokens"):
+            raise DataError(f"{self.name} contains {kind}, but perplexity needs text or token ids")
+        return source
+
+    @property
+    def place(self) -> str:
+        return str(getattr(self.source, "place", self.name))
+
+    @property
+    def takes_prefix(self) -> bool:
+        """Whether its documents have no special tokens yet: text, or a corpus made of text."""
+        layout = _layout_of(self.source)
+        kind = layout.kind if layout is not None else getattr(self.source, "kind", "text")
+        return bool(kind == "text")
+
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """Yields the documents in order, at most `limit` of them."""
+        chunks = list_chunks(self.source)
+        found = (self._document(one, chunk) for chunk in chunks for one in self.source.read(chunk))
+        try:
+            yield from islice(found, limit)
+        except BadDocument as error:
+            raise DataError(f"{error}; use --skip-bad to skip it") from None
+
+    @property
+    def num_documents(self) -> int | None:
+        """Approximate number of documents, if known without reading them."""
+        return self.source.about_documents() if isinstance(self.source, FileSource) else None
+
+    @property
+    def num_bad(self) -> int:
+        return int(getattr(self.source, "num_bad", 0))
+
+    def marks(self) -> dict[str, FileMark]:
+        return self.source.marks() if isinstance(self.source, FileSource) else {}
+
+    def fingerprint(self, marks: Mapping[str, FileMark]) -> str:
+        """Returns a fingerprint that changes with the data; for a custom source that has none, only
+        with the list of its chunks."""
+        if isinstance(self.source, FileSource):
+            return self.source.fingerprint(marks)
+        own = getattr(self.source, "fingerprint", None)
+        return str(own()) if callable(own) else digest_of(list_chunks(self.source))
+
+    def require_unchanged(self, marks: Mapping[str, FileMark]) -> None:
+        if isinstance(self.source, FileSource) and (changes := self.source.changes_since(marks)):
+            raise DataError(
+                f"{self.name} changed during the evaluation: {changes[0]}. No result was saved; "
+                "evaluate again"
+            )
+
+    def require_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises an error for a corpus that was tokenized with another tokenizer."""
+        layout = _layout_of(self.source)
+        if layout is None or layout.tokenizer is None or layout.made_by is not None:
+            return
+        add_bos = layout.add_bos if tokenizer.bos_id is not None else False
+        add_eos = layout.add_eos if tokenizer.eos_id is not None else False
+        same = Tokenizer(tokenizer.path, add_bos=add_bos, add_eos=add_eos)
+        if same.fingerprint != layout.tokenizer:
+            raise DataError(
+                f"{layout.folder} was not tokenized with the model's tokenizer ({tokenizer.path}): "
+                "evaluate on the original text"
+            )
+
+    def _document(self, raw: Raw, chunk: str) -> Document:
+        if isinstance(raw, str):
+            return Document(text=raw)
+        layout = _layout_of(self.source)
+        ids, weights = (raw[TOKENS], raw.get(WEIGHTS)) if isinstance(raw, Mapping) else (raw, None)
+        ids = np.asarray(ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise DataError(
+                f"{self.name}, {chunk}: expected documents of text or token ids, got "
+                f"{type(raw).__name__}"
+            )
+        ids = ids.astype(np.int64)
+        if weights is not None:
+            return Document(ids=ids, is_bare=False, counts=np.asarray(weights) > 0)
+        if layout is not None and layout.kind == "text":
+            return Document(ids=ids[int(layout.add_bos) : len(ids) - int(layout.add_eos)])
+        return Document(ids=ids, is_bare=False)
+
+
+class HeldOut:
+    """The documents that `data.holdout` excludes from training. A chunk is a shard."""
+
+    kind = "tokens"
+
+    def __init__(self, corpus: Corpus, share: float) -> None:
+        self.corpus, self.share, self.layout = corpus, share, corpus.layout
+
+    @property
+    def place(self) -> str:
+        return f"{self.layout.source}, {self.share:.3%} held out"
+
+    def chunks(self) -> list[str]:
+        return [str(number) for number in range(self.corpus.num_shards)]
+
+    def read(self, chunk: str) -> Iterator[Any]:
+        shard = self.corpus.shard(int(chunk))
+        for number in np.flatnonzero(held_out_documents(self.corpus, int(chunk), self.share)):
+            ids = shard.document(int(number)).astype(np.int64)
+            if WEIGHTS not in shard.channels:
+                yield ids
+                continue
+            yield {TOKENS: ids, WEIGHTS: shard.document(int(number), WEIGHTS)}
+
+    def fingerprint(self) -> str:
+        return digest_of([self.corpus.fingerprint, self.share])
+
+
+def sets_of(
+    named: Sequence[str], config: JobConfig | None, choices: DataSource, skip_bad: bool = False
+) -> list[EvaluationSet]:
+    """Returns the datasets given as path, name or NAME=PATH. For a run, names from its config work
+    too. `choices`: column, subset and split."""
+    data = config.data if config is not None else Data()
+    data = data.model_copy(update={"bad_documents": "skip"} if skip_bad else {})
+    found: dict[str, EvaluationSet] = {}
+    for word in named:
+        name, wanted = _wanted(word, choices)
+        if not name or name in found:
+            raise DataError(
+                f"--data {word}: {'the name is empty' if not name else f'{name} is given twice'}; "
+                "name datasets as NAME=PATH"
+            )
+        if is_made(name, wanted):
+            raise DataError("--data random: random tokens are not text; give a real dataset")
+        if find_folder(name, wanted, data) is None and not is_built_in(wanted.dataset or name):
+            known = f"known names: {any_of(_known(data))}"
+            if wanted.dataset in C4:
+                known = fetch_line(wanted.dataset, f"{data.folder}/{wanted.dataset}")
+            raise DataError(
+                f"--data {word}: no such file or folder, and no dataset of that name; {known}"
+            )
+        found[name] = EvaluationSet(name, partial(_open, name, wanted, data))
+    return list(found.values())
+
+
+def sets_of_run(
+    config: JobConfig, vocab_size: int | None, preparer: Preparer
+) -> list[EvaluationSet]:
+    """Returns the sets that a run validates on, or would if validation were enabled."""
+    if config.preference.loss != "off":
+        raise DataError(
+            "this run trains on preference pairs, which have no perplexity: give documents with "
+            "--data"
+        )
+    is_asked = config.validation.enable
+    validation = config.validation.model_copy(update={"enable": True})
+    config = config.model_copy(update={"validation": validation})
+    is_foreign = foreign_validation(config) is not None or config.sft.shape != "off"
+    if not is_asked and is_foreign and "stdlib_heldout" in held_out_sources(config):
+        raise DataError("this run has no validation data: give documents with --data")
+    named = [
+        EvaluationSet(
+            name, partial(open_wanted, config, validation_table(config, name), name, wanted)
+        )
+        for name, wanted in held_out_sources(config).items()
+    ]
+    if not validates_on_holdout(config):
+        return named
+    only = validation.model_copy(update={"sets": {}})
+    config = config.model_copy(update={"validation": only})
+    datasets = validation_data(config, 1, vocab_size, preparer)
+    held = [_held_out_set(one.name, one.rows.corpora, one.plan.sources) for one in datasets]
+    return [*held, *named]
+
+
+def _held_out_set(
+    name: str, corpora: Mapping[str, Any], sources: Mapping[str, Any]
+) -> EvaluationSet:
+    return EvaluationSet(name, lambda: HeldOut(corpora[name], sources[name].holdout))
+
+
+def _wanted(word: str, choices: DataSource) -> tuple[str, DataSource]:
+    name, equals, path = word.partition("=")
+    if not equals or _is_there(word):
+        name, path = "", word
+    wanted = {"path": path} if _is_there(path) else {"dataset": path}
+    return name or Path(path).name or path, choices.model_copy(update=wanted)
+
+
+def _is_there(path: str) -> bool:
+    place = Path(path).expanduser()
+    return place.exists() or place.with_name(place.name + ".idx").exists() if path else False
+
+
+def _known(data: Data) -> list[str]:
+    return [one for one in (*source_names(), *data.datasets) if one != "random"]
+
+
+def _open(name: str, wanted: DataSource, data: Data) -> Source:
+    try:
+        return open_by_name(name, wanted, data, held_out=True)
+    except Unsettled as error:
+        raise error.by(f"--{error.option}") from None
+
+
+def _layout_of(source: Source) -> CorpusLayout | None:
+    if isinstance(source, BuiltCorpus | HeldOut):
+        return source.layout
+    return None

@@ -1,0 +1,317 @@
+"""Runs one evaluation as requested on the command line, on every rank: opens the model, evaluates
+one dataset after another, and saves the results."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import overland
+from overland.apps.evaluation.documents import EvaluationSet, sets_of, sets_of_run
+from overland.apps.evaluation.model import Found, Given, find_model, find_run
+from overland.apps.evaluation.parts import Cutter
+from overland.apps.evaluation.perplexity import (
+    KIND,
+    Done,
+    Sums,
+    figures,
+    prefix_id,
+    require_some,
+    score,
+    total,
+)
+from overland.apps.evaluation.ranks import Ranks, RowScorer, open_on_ranks
+from overland.apps.evaluation.results import (
+    Kept,
+    Record,
+    Report,
+    base_of,
+    mark_of_weights,
+    place_of,
+)
+from overland.config.schema import DataSource
+from overland.data.corpora import Preparer
+from overland.data.holdout import kept_shares
+from overland.data.tokenizer_choice import kept_policy
+from overland.errors import DataError, ModelError, OutOfMemoryError
+from overland.parallel.comm import all_of
+from overland.progress import progress_bar
+from overland.run_folder import TOKENIZER
+from overland.training.out_of_memory import is_out_of_memory
+from overland.training.run import once_for_all
+from overland.world import World
+
+T = TypeVar("T")
+
+MOST_CONTEXT = 4096  # the default is no longer, although many models allow 131,072 tokens
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+LINE_SECONDS = 30.0
+JOINED = 2  # how documents are joined: the first way scored an EOS after the last one too
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that affect the numbers, in addition to weights and data."""
+
+    context: int
+    stride: int
+    prefix: int | None
+    joined: bool
+    limit: int | None
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options from the command line."""
+
+    path: Path
+    choices: DataSource
+    """Column, subset and split of the data."""
+    data: tuple[str, ...] = ()
+    skip_bad: bool = False
+    context: int | None = None
+    stride: int | None = None
+    joined: bool = False
+    prefix: str = "auto"
+    limit: int | None = None
+    batch_size: int | None = None
+    dtype: torch.dtype | None = None
+    base: Path | None = None
+    tokenizer: Path | None = None
+    config: Path | None = None
+    step: int | None = None
+    shard: bool = False
+    tensor_parallel: int = 1
+    output: Path | None = None
+    again: bool = False
+
+    def place(self, found: Found) -> Path:
+        """Returns the folder where results are saved."""
+        return place_of(found.path, find_run(found.path)[0], self.output)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A loaded model, on this rank."""
+
+    asked: Asked
+    found: Found
+    scorer: RowScorer
+    ranks: Ranks
+    world: World
+    dtype: torch.dtype
+    report: Report
+
+    def once(self, make: Callable[[], T]) -> T:
+        """Runs a function on the first rank only; all ranks get its result, or its error."""
+        return make() if self.world.size == 1 else once_for_all(make)
+
+    def gathered(self, mine: list[T]) -> list[T]:
+        """Returns the results of all ranks."""
+        if self.world.size == 1:
+            return mine
+        return [one for some in all_of(mine if self.ranks.leads else []) for one in some]
+
+
+def open_session(asked: Asked, world: World, device: torch.device, report: Report) -> Session:
+    given = Given(asked.base, asked.tokenizer, asked.config, asked.step)
+    found = find_model(asked.path, given)
+    usual = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = asked.dtype or usual
+    scorer, ranks = open_on_ranks(found, world, device, dtype, asked.shard, asked.tensor_parallel)
+    return Session(asked, found, scorer, ranks, world, dtype, report)
+
+
+def sets_for(session: Session) -> list[EvaluationSet]:
+    """Returns the datasets that were requested, or those that a run validates on."""
+    asked, config = session.asked, session.found.config
+    if asked.data:
+        return sets_of(asked.data, config, asked.choices, asked.skip_bad)
+    given = {**asked.choices.model_dump(include={"column", "subset", "split"})}
+    for name, value in {**given, "skip-bad": asked.skip_bad}.items():
+        if value:
+            raise DataError(f"--{name} has no effect without --data: a run's sets have their own")
+    if config is None:
+        raise DataError(
+            f"--data is required: {asked.path} does not belong to a run with validation data"
+        )
+    run = find_run(session.found.path)[0]
+    assert run is not None
+    preparer = Preparer(
+        session.once,
+        tokenizes=False,
+        report=session.report,
+        tokenizer=run / TOKENIZER,
+        holdout=kept_shares(run, config.data),
+        policy=kept_policy(run),
+    )
+    return sets_of_run(config, session.scorer.vocab_size, preparer)
+
+
+def settings_of(session: Session) -> Settings:
+    asked, found = session.asked, session.found
+    trained = found.config.training.seq_len if found.config is not None else found.context
+    context = asked.context or min(trained, MOST_CONTEXT)
+    if context < 2:
+        raise ModelError("--context must be at least 2: with 1 there is nothing to predict from")
+    if context > found.context:
+        session.report(
+            f"note: --context {context:,} is longer than the model's context of "
+            f"{found.context:,} tokens"
+        )
+    stride = asked.stride or max(1, context // 2)
+    if stride > context:
+        raise ModelError(
+            f"--stride {stride:,} is longer than the context, {context:,}: tokens between windows "
+            "would be skipped"
+        )
+    prefix = prefix_id(found.tokenizer, asked.prefix)
+    name = str(session.dtype).removeprefix("torch.")
+    return Settings(context, stride, prefix, asked.joined, asked.limit, name)
+
+
+def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Record:
+    """Returns the perplexity on a dataset: from a saved result, resumed, or computed."""
+    asked, found = session.asked, session.found
+    base = asked.base or base_of(found.path)
+    marks, weights = session.once(lambda: (one.marks(), mark_of_weights(found.path, base)))
+    if asked.prefix in ("bos", "eos") and not one.takes_prefix:
+        raise DataError(
+            f"--prefix {asked.prefix} has no effect on {one.name}, which has token ids: they are "
+            "scored as they are"
+        )
+    key: list[Any] = [
+        weights,
+        one.fingerprint(marks),
+        found.tokenizer.fingerprint,
+        asdict(settings),
+    ]
+    key += [JOINED] if settings.joined else []
+    kept = Kept(asked.place(found), KIND, one.name, key, session.report)
+    before, done = session.once(partial(_kept_before, kept, asked.again, session.report))
+    if before is not None:
+        return before
+    one.require_tokenizer(found.tokenizer)
+    started = time.monotonic()
+    cutter = Cutter(
+        found.tokenizer,
+        settings.context,
+        settings.stride,
+        settings.prefix,
+        settings.joined,
+        session.scorer.vocab_size,
+    )
+    most = asked.batch_size or max(1, _batch_tokens(session) // settings.context)
+    expected = asked.limit if asked.limit is not None else one.num_documents
+    with _progress(one.name, expected, session) as watch, _memory_in_words(most, settings):
+        mine = score(
+            session.scorer,
+            cutter.parts(one.documents(asked.limit)),
+            session.ranks,
+            batch_tokens=most * settings.context,
+            done=done,
+            keep=lambda part: kept.add(part.to_json()) if session.ranks.leads else None,
+            watch=watch,
+        )
+    sums = total([*done, *session.gathered(mine)])
+    session.once(partial(one.require_unchanged, marks))
+    may_prefix = asked.prefix == "auto" and settings.prefix is None and one.takes_prefix
+    require_some(sums, one.name, may_prefix)
+    record = {
+        "kind": KIND,
+        "name": one.name,
+        "data": one.place,
+        "model": str(found.path),
+        "step": found.step,
+        **figures(sums),
+        **{name: value for name, value in asdict(sums).items() if name != "loss"},
+        "summed_loss": sums.loss,
+        "skipped_documents": one.num_bad,
+        "takes_prefix": one.takes_prefix,
+        "settings": asdict(settings),
+        "ranks": session.world.size,
+        "seconds": round(time.monotonic() - started, 3),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"overland": overland.__version__, "torch": str(torch.__version__)},
+    }
+    path = session.once(partial(kept.finish, record))
+    return {**record, "key": kept.key, "kept": None if path is None else str(path)}
+
+
+def _kept_before(kept: Kept, again: bool, report: Report) -> tuple[Record | None, list[Done]]:
+    """Returns the saved result, or the parts that are already done."""
+    if not again and (before := kept.result()) is not None:
+        report(f"using the saved result in {kept.path} (--again recomputes it)")
+        return {**before, "kept": str(kept.path)}, []
+    records = [] if again else kept.done()
+    done = [one for one in map(Done.from_json, records) if one is not None]
+    if done:
+        report(f"resuming: {len({one.part for one in done}):,} parts are already done")
+    elif left := kept.left_over():
+        report(
+            f"note: {left[0]} belongs to an unfinished evaluation with other weights, data or "
+            "settings; you may delete it"
+        )
+    return None, done
+
+
+def _batch_tokens(session: Session) -> int:
+    return BATCH_TOKENS.get(session.scorer.device.type, BATCH_TOKENS["cpu"])
+
+
+@contextmanager
+def _progress(
+    name: str, expected: int | None, session: Session
+) -> Iterator[Callable[[Sums], None]]:
+    """Shows how many documents rank 0 has processed: as a bar in a terminal, otherwise as a line
+    from time to time."""
+    last = time.monotonic()
+
+    def line(passed: Sums) -> None:
+        nonlocal last
+        if time.monotonic() - last > LINE_SECONDS:
+            last = time.monotonic()
+            of = f" of about {expected:,}" if expected else ""
+            session.report(f"{name}: {passed.documents:,}{of} documents")
+
+    with progress_bar(name, "things", expected, visible=session.world.is_first) as bar:
+
+        def move(passed: Sums) -> None:
+            bar(passed.documents, expected, name)
+            if not bar.is_drawn:
+                line(passed)
+
+        yield move
+
+
+@contextmanager
+def _memory_in_words(batch_size: int, settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"out of device memory with {batch_size:,} windows of {settings.context:,} tokens: "
+            "lower --batch-size or --context, or split the model over several devices "
+            "(--shard, --tensor-parallel); finished parts are saved"
+        ) from None
+
+
+def wait_long(seconds: int = 7 * 86_400) -> None:
+    """Raises the timeout, since ranks may have to wait for others with longer documents."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        dist.barrier()
+        _set_pg_timeout(datetime.timedelta(seconds=seconds), dist.group.WORLD)

@@ -1,0 +1,429 @@
+"""Opens a model for inference, wherever its weights are: a run folder or one of its checkpoints, a
+Hugging Face folder, adapters with their base, or any other format that `overland convert` reads.
+Nothing is converted on disk: weights go straight from their files into the model.
+
+`find_model` identifies the model at a path without reading weights; `open_model` builds it on one
+device. Callers that build it differently (on several ranks) use `Found` and call `fill` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from overland.apps.convert.formats import LazyCheckpoint, open_any
+from overland.apps.evaluation.weights import FileWeights, RunWeights, Weights
+from overland.arguments import dtype_name, integer_or_none, path_of, path_or_none
+from overland.checkpoint.folder import committed, result_of, step_of
+from overland.checkpoint.formats.checkpoint import (
+    MODEL,
+    Config,
+    companions_in,
+    is_computed,
+    read_json_object,
+)
+from overland.checkpoint.formats.hf import FILES, GENERATION, without_head
+from overland.checkpoint.formats.lazy import Lazy
+from overland.checkpoint.formats.merge import join, merge
+from overland.checkpoint.formats.overland import complete, step_of_export
+from overland.checkpoint.formats.peft import has_adapters
+from overland.checkpoint.formats.sparse import densify
+from overland.checkpoint.read import read_marker
+from overland.checks.model import check_custom_import
+from overland.config.errors import ConfigError
+from overland.config.load import load_config
+from overland.config.schema import Checkpoint, Data, JobConfig
+from overland.data.tokenizer import Tokenizer
+from overland.data.tokenizer_choice import tokenizer_of
+from overland.errors import CheckpointError, DataError, ModelError, OutOfMemoryError
+from overland.models.config import DecoderConfig
+from overland.models.flops import sample_fields
+from overland.models.init import (
+    cast_floats,
+    init_buffers,
+)
+from overland.models.registry import build_model, model_config, read_hf_config
+from overland.models.structure import tie
+from overland.parallel.apply import build_undivided
+from overland.progress import progress_bar
+from overland.run_folder import COMMITTED, CONFIG, TOKENIZER
+from overland.words import any_of, did_you_mean, size
+from overland.world.devices import device_type
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A whole model in eval mode on one device, with its tokenizer and metadata."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    """Any use of it is an error if the model has none; then it is false."""
+    config: JobConfig | None
+    """None if the path does not belong to a run."""
+    context: int
+    """The longest sequence that it was trained on, or that its config allows."""
+    path: Path
+    """What was opened; for a run, its checkpoint."""
+    step: int | None
+    end_ids: tuple[int, ...]
+    """Tokens that end a text, from its generation config, its config or its tokenizer."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Found:
+    """The model found at a path: how to build it (on the meta device, if the caller wants) and
+    where its weights are."""
+
+    path: Path
+    step: int | None
+    config: JobConfig | None
+    architecture: Any
+    build: Callable[[], nn.Module]
+    weights: Weights
+    tokenizer: Tokenizer
+    context: int
+    end_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a caller gives in addition to the path of a model."""
+
+    base: Path | None = None
+    """The base model of adapters, or where to look for frozen weights that a checkpoint omits."""
+    tokenizer: Path | None = None
+    config: Path | None = None
+    """A config.json, or a folder with one."""
+    step: int | None = None
+    needs_tokenizer: bool = True
+
+
+def open_model(
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    config: str | Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    step: int | None = None,
+    needs_tokenizer: bool = False,
+) -> OpenModel:
+    """Opens the model at `path`, in eval mode, whole, on one device.
+
+    Args:
+        path: A run folder or one of its checkpoints, a Hugging Face folder, adapters, or a
+            checkpoint of any format that `overland convert` reads.
+        base: The base model of adapters, if they do not name it.
+        tokenizer: A tokenizer file or folder, if `path` has none.
+        config: A config.json, or a folder with one, if the weights come without it.
+        dtype: float32, bfloat16 or float16, or torch's; default: float32 on a CPU, bfloat16 on a
+            GPU.
+        device: cpu, cuda, cuda:1, …; default: the GPU if there is one.
+        step: The checkpoint of a run; default: the newest.
+        needs_tokenizer: Whether to refuse a model without a tokenizer here. Otherwise only what
+            needs one does, such as `generate`.
+    """
+    place = device_of(device)
+    kind = dtype_of(dtype, place)
+    given = Given(
+        path_or_none(base, "base"),
+        path_or_none(tokenizer, "tokenizer"),
+        path_or_none(config, "config"),
+        integer_or_none(step, "step", least=0),
+        needs_tokenizer,
+    )
+    found = find_model(path_of(path, "path"), given)
+    with torch.device("meta"):
+        built = cast_floats(found.build(), kind)
+    total = sum(one.nbytes for one in built.parameters())
+    try:
+        built.to_empty(device=place)
+    except torch.OutOfMemoryError:
+        raise OutOfMemoryError(
+            f"{found.path} takes {size(total)} in {str(kind).removeprefix('torch.')}, but {place} "
+            "does not have that much free memory: free some, or use a narrower --dtype or "
+            "--device cpu"
+        ) from None
+    tie(built)
+    init_buffers(built, place)
+    with progress_bar("reading weights", "bytes", total) as bar:
+        found.weights.fill(built, moved=bar.advance)
+    return OpenModel(
+        built.eval(), found.tokenizer, found.config, found.context, found.path, found.step,
+        found.end_ids, kind, place,
+    )  # fmt: skip
+
+
+def find_model(path: Path, given: Given) -> Found:
+    run, checkpoint = find_run(path)
+    if run is not None:
+        return _in_run(run, checkpoint, given)
+    if given.step is not None:
+        raise CheckpointError(
+            f"--step {given.step} selects a checkpoint of a run, but {path} is not a run folder: "
+            "omit it"
+        )
+    return _in_files(path, given)
+
+
+def find_run(path: Path) -> tuple[Path | None, Path | None]:
+    """Returns (run folder, checkpoint if one was given); (None, None) outside of a run."""
+    if (path / CONFIG).is_file():
+        return path, None
+    path = path.resolve() if path.is_symlink() else path  # such as `latest`
+    if (step := step_of_export(path)) is not None:  # exported adapters in PEFT's format
+        return path.absolute().parent, step
+    for folder in path.absolute().parents[:3]:
+        if (folder / CONFIG).is_file() and (path / COMMITTED).is_file():
+            return folder, path
+    return None, None
+
+
+def device_of(name: str | None) -> torch.device:
+    """Returns the device of that name, or this machine's default."""
+    try:
+        device = torch.device(name or device_type())
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"--device {name} cannot be used here: {why:.200}") from None
+    if device.type == "meta":
+        raise ModelError("--device meta stores no values; use cpu or cuda")
+    return device
+
+
+def dtype_of(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    name = dtype_name(dtype)
+    if name is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise ModelError(f"--dtype {name} is unknown{did_you_mean(name, DTYPES)}")
+    return DTYPES[name]
+
+
+def _in_run(run: Path, checkpoint: Path | None, given: Given) -> Found:
+    loaded = load_config(str(run / CONFIG), env={})
+    if problems := list(check_custom_import(loaded)):  # the model may be custom
+        raise ConfigError(problems)
+    config = loaded.config
+    checkpoint = _checkpoint_of(run, config.checkpoint, checkpoint, given.step)
+    architecture = model_config(config.model)
+    _require_text(architecture, run)
+    lora = config.lora
+    if lora.base != "nf4":  # so that all weights have one dtype
+        lora = lora.model_copy(update={"base": "float32"})
+    # float8 is only for training, since all rows of a batch share its scales.
+    training = config.training.model_copy(
+        update={"float8": "off", "mixed_precision_param": "float32"}  # the caller casts
+    )
+    as_built = config.model_copy(update={"lora": lora, "training": training})
+    tokenizer = _tokenizer(given, partial(_own_tokenizer, run, config.data))
+    context = config.training.seq_len
+    if config.checkpoint.initial_load_path is not None:  # maybe trained on longer sequences before
+        context = max(context, getattr(architecture, "max_position_embeddings", context))
+    return Found(
+        checkpoint,
+        read_marker(checkpoint)["step"],
+        config,
+        architecture,
+        lambda: build_undivided(architecture, as_built),
+        RunWeights(checkpoint, given.base),
+        tokenizer,
+        context,
+        _end_of(tokenizer),
+    )
+
+
+def _checkpoint_of(run: Path, settings: Checkpoint, named: Path | None, step: int | None) -> Path:
+    """Returns the given checkpoint, that of the given step, or the newest."""
+    folder = run / settings.folder
+    if step is None:
+        return named or result_of(run, folder, settings.enable)
+    if named is not None:
+        raise CheckpointError(f"{named} is a single checkpoint: omit --step, or give {run}")
+    there = {step_of(one): one for one in committed(folder)}
+    if step not in there:
+        steps = any_of([f"{one}" for one in sorted(there)], "and") or "none"
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has {steps:.200}")
+    return there[step]
+
+
+def _in_files(path: Path, given: Given) -> Found:
+    base = given.base
+    config, beside = _described_by(given.config)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    source = open_any(path, config, whole=False)
+    if source.format == "peft":
+        source = _on_base(source, path, base, config)
+    elif source.left_out is not None:
+        source = complete(source, [base] if base is not None else [])
+    elif base is not None:
+        raise CheckpointError(f"{path} is a complete model: omit --base")
+    if has_adapters(source.weights()):
+        source = merge(source, torch.float32)  # so that they are rounded once
+    source = densify(source)
+    if source.own_model:
+        raise CheckpointError(
+            f"{path} contains {source.own_model}, a custom model: give its run folder, whose "
+            "config.toml defines how it is built"
+        )
+    if source.config is None:
+        raise CheckpointError(
+            f"{path} does not specify its model: give its config.json, or a folder with config and "
+            "tokenizer, with --config"
+        )
+    architecture = read_hf_config(source.config)
+    _require_text(architecture, path)
+    weights = {n: lazy for n, lazy in source.weights().items() if not is_computed(n)}
+    if source.config.get("tie_word_embeddings"):
+        weights = without_head(weights)
+    _require_known(weights, architecture, path)
+    source = source.with_tensors({MODEL + name: lazy for name, lazy in weights.items()})
+    source = replace(source, companions=[*beside, *source.companions])
+    tokenizer = _tokenizer(given, partial(_tokenizer_beside, source, path))
+    return Found(
+        path,
+        source.extras.get("step"),
+        None,
+        architecture,
+        lambda: build_model(architecture),
+        FileWeights(source),
+        tokenizer,
+        architecture.max_position_embeddings,
+        _end_ids(source, tokenizer),
+    )
+
+
+def _described_by(path: Path | None) -> tuple[Config, list[Path]]:
+    """Returns the contents of the given config.json, and the companion files next to it."""
+    if path is None:
+        return None, []
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError(f"--config {path}: {file} does not exist")
+    return read_json_object(file), companions_in(file.parent)
+
+
+def _on_base(
+    adapters: LazyCheckpoint, path: Path, base: Path | None, config: Config
+) -> LazyCheckpoint:
+    """Returns adapters joined with their base model."""
+    if base is None:
+        said = (adapters.adapter or {}).get("base_model_name_or_path")
+        places = [Path(said).expanduser(), path / said] if said else []
+        base = next((place for place in places if place.is_dir()), None)
+        if base is None:
+            names = f"names {said!r:.100}, which is not a folder here" if said else "names none"
+            raise CheckpointError(
+                f"{path} contains adapters, which need their base model: its adapter_config.json "
+                f"{names}; give the folder with --base"
+            )
+    model = open_any(base, config)
+    if has_adapters(model.weights()):
+        raise CheckpointError(f"--base {base} has adapters itself: give the model without them")
+    return join(model, adapters)
+
+
+class LacksTokenizer(DataError):
+    """Raised for a model without a tokenizer."""
+
+
+class NoTokenizer:
+    """Stands for the tokenizer of a model that has none: false, and any use of it is the error."""
+
+    def __init__(self, error: LacksTokenizer) -> None:
+        self.error = error
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of Python, as in copies
+            raise AttributeError(name)
+        raise self.error
+
+
+def _tokenizer(given: Given, find: Callable[[], Tokenizer]) -> Tokenizer:
+    """Returns the given tokenizer, or the model's own."""
+    if given.tokenizer is not None:
+        try:
+            return Tokenizer(given.tokenizer, add_eos=False)  # EOS is optional
+        except DataError as error:
+            raise DataError(f"--tokenizer: {error}") from None
+    try:
+        return find()
+    except LacksTokenizer as error:
+        if given.needs_tokenizer:
+            raise
+        return cast(Tokenizer, NoTokenizer(error))
+
+
+def _own_tokenizer(run: Path, data: Data) -> Tokenizer:
+    try:
+        return tokenizer_of(run, data)
+    except DataError:
+        if (run / TOKENIZER).exists():
+            raise
+        raise LacksTokenizer(
+            f"{run} has no tokenizer, as after training on token ids: give one with --tokenizer"
+        ) from None
+
+
+def _require_text(architecture: Any, path: Path) -> None:
+    if sample_fields(architecture) is not None:
+        raise CheckpointError(f"{path} is a model of arrays, not of text: it has no tokenizer")
+
+
+def _require_known(weights: dict[str, Lazy], architecture: DecoderConfig, path: Path) -> None:
+    """Raises an error for weights that do not belong to the model: it would compute something
+    else."""
+    known = {*architecture.parameter_shapes(), *architecture.structure().ties}
+    unexpected = [name for name in weights if name not in known]
+    if unexpected:
+        more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
+        raise CheckpointError(
+            f"{path} has {unexpected[0]}{more}, which its config.json does not include: give the "
+            "right one with --config"
+        )
+
+
+def _tokenizer_beside(source: LazyCheckpoint, path: Path) -> Tokenizer:
+    for file in source.companions:
+        if file.name in FILES:
+            return Tokenizer(file, add_eos=False)
+    raise LacksTokenizer(
+        f"{path} has no {any_of(FILES)}: give a tokenizer file, or the folder that contains it, "
+        "with --tokenizer"
+    )
+
+
+def _end_ids(source: LazyCheckpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end a text: from generation_config.json or else config.json, as in
+    transformers, or else from the tokenizer."""
+    files = [file for file in source.companions if file.name == GENERATION]
+    for contents in (*map(read_json_object, files), source.config or {}):
+        value = contents.get("eos_token_id")
+        some = value if isinstance(value, list) else [value]
+        if ids := tuple(one for one in some if isinstance(one, int)):
+            return ids
+    return _end_of(tokenizer)
+
+
+def _end_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    return (tokenizer.end_id,) if tokenizer and tokenizer.end_id is not None else ()

@@ -1,0 +1,246 @@
+"""Parts of an evaluation: the unit that one rank computes at a time and saves when it is done.
+
+A part is a sequence of documents, or a sequence of windows of a long document. Where parts begin
+and end, and which rows of a part share a batch, depends only on the documents. So any number of
+ranks, restarted any number of times, computes the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.apps.evaluation.documents import Document
+from overland.apps.evaluation.windows import Ids, Row, row_of, spans
+from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
+
+LEAST_TOKENS = 2048  # in a part, since each finished part is written to disk
+WINDOWS = 16  # in a part, at least
+MOST_DOCUMENTS = 1024
+TOGETHER = 64  # documents that are tokenized at once if all are joined into one text
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The windows of a part's documents."""
+
+    rows: list[Row]
+    unscored: int = 0
+    """First tokens of documents, which have nothing to be predicted from."""
+    num_bytes: int | None = 0
+    num_words: int | None = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    number: int
+    num_documents: int
+    """The number of documents that begin in this part."""
+    make: Callable[[], Rows]
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Splits documents into parts, each document separately or all joined together."""
+
+    tokenizer: Tokenizer
+    context: int
+    stride: int
+    prefix: int | None = None
+    """The token that a document's first token is predicted from; None: it is not scored, unless
+    documents are joined, where EOS comes before all but the first."""
+    joined: bool = False
+    vocab_size: int | None = None
+    _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 62)))
+
+    @property
+    def part_tokens(self) -> int:
+        return max(LEAST_TOKENS, WINDOWS * self.context)
+
+    def parts(self, documents: Iterable[Document]) -> Iterator[Part]:
+        yield from self._joined(documents) if self.joined else self._alone(documents)
+
+    def _alone(self, documents: Iterable[Document]) -> Iterator[Part]:
+        together: list[Document] = []
+        size = 0
+        for document in documents:
+            if document.size >= self.part_tokens:
+                if together:
+                    yield self._short(together)
+                yield from self._long(document)
+                together, size = [], 0
+                continue
+            together.append(document)
+            size += document.size
+            if size >= self.part_tokens or len(together) == MOST_DOCUMENTS:
+                yield self._short(together)
+                together, size = [], 0
+        if together:
+            yield self._short(together)
+
+    def _short(self, documents: list[Document]) -> Part:
+        def make() -> Rows:
+            rows: list[Row] = []
+            found = self._encode(documents)
+            for document, ids in zip(documents, found, strict=True):
+                rows += self._rows(document, ids, list(spans(len(ids), self.context, self.stride)))
+            unscored = sum(map(self._unscored, documents, found))
+            return Rows(rows, unscored, *self._measure(documents, found))
+
+        return Part(next(self._numbers), len(documents), make)
+
+    def _long(self, document: Document) -> Iterator[Part]:
+        """Yields a document as one or more parts of its own; all ranks tokenize it."""
+        (ids,) = self._encode([document])
+        windows = list(spans(len(ids), self.context, self.stride))
+        per_part = max(1, self.part_tokens // self.stride)
+        for start in range(0, max(1, len(windows)), per_part):
+            some = windows[start : start + per_part]
+
+            def make(some: Sequence[tuple[int, int, int]] = some, first: bool = start == 0) -> Rows:
+                rows = self._rows(document, ids, some)
+                if not first:
+                    return Rows(rows)
+                unscored = self._unscored(document, ids)
+                return Rows(rows, unscored, *self._measure([document], [ids]))
+
+            yield Part(next(self._numbers), int(start == 0), make)
+
+    def _joined(self, documents: Iterable[Document]) -> Iterator[Part]:
+        """Yields parts of one long text; all ranks tokenize all of it, some documents at a time."""
+        text = Joined(self.context, self.stride)
+        those: list[Document] = []
+        encoded: list[Ids] = []
+        most = max(1, self.part_tokens // self.stride)
+        source = iter(documents)
+        before: Document | None = None
+        while some := list(islice(source, TOGETHER)):
+            found = self._encode(some)
+            pieces: list[tuple[Ids, npt.NDArray[np.bool_] | None]] = []
+            for document, ids in zip(some, found, strict=True):
+                pieces += [(self._between(before, document), None), (ids, document.counts)]
+                before = document
+            text.add(pieces)
+            those += some
+            encoded += found
+            while rows := text.take(most):
+                yield self._part_of_joined(rows, those, encoded)
+                those, encoded = [], []
+        rows = text.take(most, is_all=True)
+        while rows or those:
+            yield self._part_of_joined(rows, those, encoded)
+            those, encoded = [], []
+            rows = text.take(most, is_all=True)
+
+    def _part_of_joined(self, rows: list[Row], those: list[Document], encoded: list[Ids]) -> Part:
+        number = next(self._numbers)
+        # The very first token has nothing before it. A prefix is not part of the text.
+        is_first = number == 0 and bool(rows) and those[0].counts is None
+        unscored = int(is_first and rows[0].tokens[0] != self.prefix)
+
+        def make() -> Rows:
+            some = [row for row in rows if row.num_scored]
+            return Rows(some, unscored, *self._measure(those, encoded))
+
+        return Part(number, len(those), make)
+
+    def _between(self, before: Document | None, document: Document) -> Ids:
+        """Returns the special tokens between two joined documents: EOS after the one, and the
+        prefix of the other, which is not written twice if it is EOS too."""
+        eos = self.tokenizer.eos_id
+        found = [eos] if before is not None and before.is_bare and eos is not None else []
+        if document.is_bare and self.prefix is not None and found != [self.prefix]:
+            found.append(self.prefix)
+        return np.array(found, np.int64)
+
+    def _encode(self, documents: Sequence[Document]) -> list[Ids]:
+        """Returns the ids of each document; with any prefix, unless documents are joined."""
+        texts = [one.text for one in documents if one.text is not None]
+        encoded = iter(self.tokenizer.encode_documents(texts)) if texts else iter(())
+        first, last = int(self.tokenizer.add_bos), int(self.tokenizer.add_eos)
+        found = []
+        for document in documents:
+            ids = document.ids
+            if ids is None:
+                framed = next(encoded)
+                ids = framed[first : len(framed) - last].astype(np.int64)
+            if document.is_bare and self.prefix is not None and not self.joined:
+                ids = np.concatenate([[self.prefix], ids])
+            self._check(ids)
+            found.append(ids)
+        return found
+
+    def _check(self, ids: Ids) -> None:
+        largest = int(ids.max()) if len(ids) else 0
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise DataError(
+                f"the data contains token {largest:,}, but the model's vocabulary has "
+                f"{self.vocab_size:,}: the data was tokenized with another tokenizer, or "
+                "--tokenizer is not the model's"
+            )
+
+    def _rows(
+        self, document: Document, ids: Ids, some: Sequence[tuple[int, int, int]]
+    ) -> list[Row]:
+        rows = [row_of(ids, span, document.counts) for span in some]
+        return [row for row in rows if row.num_scored]
+
+    def _unscored(self, document: Document, ids: Ids) -> int:
+        if document.counts is not None or not len(ids):
+            return 0
+        return 0 if document.is_bare and self.prefix is not None else 1
+
+    def _measure(
+        self, documents: Sequence[Document], found: Sequence[Ids]
+    ) -> tuple[int | None, int | None]:
+        """Returns the bytes and words of the texts, or of decoded token ids; None for
+        conversations, of which only some tokens are scored."""
+        num_bytes = num_words = 0
+        for document, ids in zip(documents, found, strict=True):
+            if document.counts is not None:
+                return None, None
+            text = (
+                document.text if document.text is not None else self.tokenizer.decode(ids.tolist())
+            )
+            num_bytes += len(text.encode("utf-8", "replace"))
+            num_words += len(text.split())
+        return num_bytes, num_words
+
+
+class Joined:
+    """The windows of a growing text."""
+
+    def __init__(self, context: int, stride: int) -> None:
+        self.context, self.stride = context, stride
+        self.ids: Ids = np.empty(0, np.int64)
+        self.counts = np.empty(0, np.bool_)
+        """Which tokens are scored at all."""
+        self.start = self.counted = 0
+        """Positions in `ids`: where the next window begins, and how far tokens were predicted."""
+
+    def add(self, some: Sequence[tuple[Ids, npt.NDArray[np.bool_] | None]]) -> None:
+        """Adds tokens, and which of them are scored (None: all)."""
+        self.ids = np.concatenate([self.ids, *(ids for ids, _ in some)])
+        counts = (np.ones(len(ids), np.bool_) if these is None else these for ids, these in some)
+        self.counts = np.concatenate([self.counts, *counts])
+
+    def take(self, most: int, is_all: bool = False) -> list[Row]:
+        """Returns `most` windows, or none while there are fewer; with `is_all`, the rest."""
+        last = len(self.ids) - 1
+        if not is_all and last < self.start + (most - 1) * self.stride + self.context:
+            return []
+        rows: list[Row] = []
+        while len(rows) < most and self.counted < last:
+            stop = min(self.start + self.context, last)
+            rows.append(row_of(self.ids, (self.start, stop, self.counted), self.counts))
+            self.start, self.counted = self.start + self.stride, stop
+        # After the last window, which may be shorter than the stride, start is beyond the text.
+        past = min(self.start, self.counted)
+        self.ids, self.counts = self.ids[past:], self.counts[past:]
+        self.start, self.counted = self.start - past, self.counted - past
+        return rows

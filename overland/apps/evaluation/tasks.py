@@ -1,0 +1,228 @@
+"""Evaluates our models on tasks of lm-evaluation-harness: its definitions, prompts and metrics,
+with our scoring and generation.
+
+The first rank runs the harness and the others compute with it (see crew.py). No connection is
+opened: datasets come from `overland fetch tasks` (see task_data.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import overland
+from overland.apps.evaluation.crew import Crew
+from overland.apps.evaluation.results import Kept, Record, base_of, mark_of_weights
+from overland.apps.evaluation.score import ContinuationScorer
+from overland.apps.evaluation.task_data import Needs, matching, needs_of, open_manager
+from overland.apps.evaluation.task_run import (
+    TaskOptions,
+    TaskSettings,
+    by_task,
+    run_harness,
+    scores_of,
+)
+from overland.apps.evaluation.task_texts import TaskTexts
+from overland.apps.hub.snapshot import read_snapshot
+from overland.data.tokenizer_files import DEFAULT
+from overland.errors import sentence
+from overland.files import replace_file
+
+if TYPE_CHECKING:
+    from overland.apps.evaluation.evaluate import Session
+
+KIND = "tasks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedTasks(TaskOptions):
+    """Tasks requested on the command line."""
+
+    names: tuple[str, ...]
+    root: Path
+    """Where their datasets are."""
+
+
+def evaluate_tasks(session: Session, wanted: AskedTasks) -> Record:
+    """Returns the scores on tasks: from a saved result, resumed, or computed."""
+    settings, root = settings_for(session, wanted), wanted.root
+    asked, place = session.asked, session.asked.place(session.found)
+    key, before = session.once(partial(_key_and_result, session, settings, root))
+    if before is not None:
+        return before
+    kept = Kept(place, KIND, label_of(settings), key, session.report)
+    done = [] if asked.again or not session.world.is_first else kept.done()
+    crew = crew_of(session, settings, kept, done)
+    if not session.world.is_first:
+        crew.serve()
+        return {}
+    if crew.known:
+        session.report(f"resuming: {len(crew.known):,} answers are already saved")
+    started = time.monotonic()
+    try:
+        model = harness_model(session, settings, crew)
+        results = run_harness(model, settings, root)
+    finally:
+        crew.dismiss()
+    if model.num_cut:
+        session.report(
+            f"note: {model.num_cut:,} prompts were longer than {settings.context:,} tokens and "
+            "were truncated on the left (--context)"
+        )
+    samples, scores = results.pop("samples", None), scores_of(results)
+    record = {
+        "kind": KIND,
+        "name": label_of(settings),
+        "model": str(session.found.path),
+        "step": session.found.step,
+        "scores": scores,
+        "results": by_task(scores),
+        "cut_prompts": model.num_cut,
+        "settings": asdict(settings),
+        "ranks": session.world.size,
+        "seconds": round(time.monotonic() - started, 3),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+    }
+    path = kept.finish(record)
+    folder = None if path is None else write_harness_files(path, results, samples, session.report)
+    return {
+        **record,
+        "key": kept.key,
+        "kept": None if path is None else str(path),
+        "harness": None if folder is None else str(folder),
+    }
+
+
+def settings_for(session: Session, asked: AskedTasks) -> TaskSettings:
+    found = session.found
+    allowed = getattr(found.architecture, "max_position_embeddings", found.context)
+    return TaskSettings(
+        tasks=asked.names,
+        context=session.asked.context or allowed,
+        dtype=str(session.dtype).removeprefix("torch."),
+        limit=session.asked.limit,
+        **{key: value for key, value in asdict(asked).items() if key not in ("names", "root")},
+    )
+
+
+def label_of(settings: TaskSettings) -> str:
+    return ",".join(settings.tasks)
+
+
+def _key_and_result(
+    session: Session, settings: TaskSettings, root: Path
+) -> tuple[list[Any], Record | None]:
+    """Returns everything that affects the scores, and the saved result if there is one."""
+    include = None if settings.include_path is None else Path(settings.include_path)
+    manager = open_manager(settings.tasks, include)
+    needs = needs_of(manager, matching(manager, settings.tasks))
+    found, asked = session.found, session.asked
+    weights = mark_of_weights(found.path, asked.base or base_of(found.path))
+    key = [weights, found.tokenizer.fingerprint, asdict(settings), versions(), marks(needs, root)]
+    kept = Kept(asked.place(found), KIND, label_of(settings), key, session.report)
+    if asked.again or (before := kept.result()) is None:
+        return key, None
+    session.report(f"using the saved result in {kept.path} (--again recomputes it)")
+    return key, {**before, "kept": str(kept.path)}
+
+
+def marks(needs: Needs, root: Path) -> list[Any]:
+    """Returns fingerprints of the data and the definitions of tasks."""
+    commits = []
+    for one in needs.datasets:
+        had = read_snapshot(one.folder(root))
+        commits.append([one.name, one.subset, None if had is None else had.commit])
+    return [sorted(commits, key=str), needs.definitions]
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {
+        "overland": overland.__version__,
+        "torch": str(torch.__version__),
+        "lm_eval": version("lm_eval"),
+    }
+
+
+def crew_of(
+    session: Session, settings: TaskSettings, kept: Kept, done: Iterable[Mapping[str, Any]]
+) -> Crew:
+    ranks = session.ranks
+    scorer = ContinuationScorer(
+        session.scorer.model,
+        max_length=settings.context,
+        batch_size=session.asked.batch_size,
+        device=session.scorer.device,
+        multiple=session.scorer.multiple,
+        part=ranks.rank,
+        num_parts=ranks.size,
+        goes_on=ranks.goes_on,
+    )
+    is_whole = ranks.size == session.world.size and not ranks.in_step
+    texts = TaskTexts(session, settings.context) if is_whole else None
+    return Crew(scorer, texts, session.world, leads=ranks.leads, keep=kept.add, done=done)
+
+
+def harness_model(session: Session, settings: TaskSettings, crew: Crew) -> Any:
+    from overland.apps.evaluation.harness import HarnessModel
+
+    tokenizer, config = session.found.tokenizer, session.found.config
+    is_plain = settings.add_bos is None and settings.chat_template is None
+    if config is not None and is_plain and tokenizer.add_bos != tokenizer.begins_with_bos:
+        begin, other = ("with", "no-") if tokenizer.begins_with_bos else ("without", "")
+        session.report(
+            f"note: prompts begin {begin} BOS, following the tokenizer, unlike the documents that "
+            f"the model was trained on; use --{other}add-bos to match them"
+        )
+    is_long = config is not None and config.training.seq_len < settings.context
+    if config is not None and is_long and session.asked.context is None:
+        session.report(
+            f"note: prompts may have up to {settings.context:,} tokens, the limit in the model's "
+            f"config, but it was trained on {config.training.seq_len:,}; --context limits them"
+        )
+    return HarnessModel(
+        crew,
+        tokenizer,
+        max_length=settings.context,
+        add_bos=settings.add_bos,
+        template=settings.chat_template or DEFAULT,
+        facts={
+            "model_num_parameters": sum(p.numel() for p in session.scorer.model.parameters()),
+            "model_dtype": settings.dtype,
+            "model_path": str(session.found.path),
+            "model_step": session.found.step,
+        },
+    )
+
+
+def write_harness_files(
+    path: Path,
+    results: Mapping[str, Any],
+    samples: Mapping[str, Sequence[Any]] | None,
+    report: Any,
+) -> Path | None:
+    """Writes the harness's own files next to the result: results.json, and samples per task."""
+    from lm_eval.utils import handle_non_serializable
+
+    as_json = partial(json.dumps, default=handle_non_serializable, ensure_ascii=False)
+    folder = path.with_suffix("")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "results.json", as_json(results, indent=2) + "\n", shared=True)
+        for task, some in (samples or {}).items():
+            lines = "".join(as_json(one) + "\n" for one in some)
+            replace_file(folder / f"samples_{task}.jsonl", lines, shared=True)
+    except OSError as error:
+        report(f"note: the harness's files were not saved: {sentence(error)}")
+        return None
+    return folder

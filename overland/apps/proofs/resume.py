@@ -1,0 +1,140 @@
+"""Saves under one layout, resumes under another, and compares with a run that never stopped.
+
+The same layout must give the same bits; a different one the losses of one process, in float64.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from overland.apps.proofs.layout import TOLERANCES, Curve, curve, difference, last_line, proof_job
+from overland.apps.proofs.layouts import ProofLayout, parse_all
+from overland.apps.proofs.pool import RankPool
+from overland.config.schema import JobConfig
+
+SAVED_AT, STEPS = 3, 6
+TOLERANCE = TOLERANCES["float64"]
+
+# Every axis, sharding stage and kind of pipeline, tied embeddings included; up to 8 ranks.
+DOZEN = parse_all("""
+    shard1+tied  shard2:zero3+tied  shard4:zero2+tied  rep2xshard2+tied  tp2+tied  tp2xshard2+tied
+    cp2+tied  pp2:1F1B+tied  pp2:Interleaved1F1B+tied  pp2:ZBVZeroBubble+tied  pp2xtp2+tied
+    pp2xshard2xcp2+tied
+""")
+
+HEAD = """\
+# Checkpoints that resume in any layout
+
+Written by `overland prove resume --table` (`make prove-all`). In each row, a tiny model is \
+trained for 3 steps under the first layout, saved, and resumed for 3 steps under the second, in \
+float64. The numbers are the largest relative differences from one process that never stopped, in \
+the loss and in the gradient norm. If both layouts are the same, every bit is compared with a run \
+of that layout that never stopped. `overland/apps/proofs/layouts.py` explains the names.
+
+| saved by | resumed by | loss | gradient norm | verdict |
+|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The result of a resume. `same_bits` is None if the layouts differ, where it is not
+    required."""
+
+    before: str
+    after: str
+    loss_difference: float
+    norm_difference: float
+    same_bits: bool | None = None
+    error: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        differences = self.loss_difference, self.norm_difference
+        return not self.error and self.same_bits is not False and max(differences) <= TOLERANCE
+
+    @property
+    def verdict(self) -> str:
+        if not self.is_equal:
+            return f"differs {self.error}".strip()
+        return "equal, bit for bit" if self.same_bits else "equal"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "equal": self.is_equal}
+
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        differences = f"{self.loss_difference:.1e}", f"{self.norm_difference:.1e}"
+        return [f"`{self.before}`", f"`{self.after}`", *differences, self.verdict]
+
+
+def pairs(layouts: Sequence[ProofLayout]) -> list[tuple[ProofLayout, ProofLayout]]:
+    return [(before, after) for before in layouts for after in layouts]
+
+
+def prove_resumes(
+    wanted: Sequence[tuple[ProofLayout, ProofLayout]], pool: RankPool
+) -> Iterator[Resumed]:
+    """Yields one verdict per pair. The checkpoint of one layout is used by all that resume it."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        alone: dict[tuple[str, ...], Curve] = {}
+        for before in {before.name: before for before, _ in wanted}.values():
+            if before.kinds not in alone:
+                job = _job(None, before.kinds, STEPS, root / "alone", pool.device_type, save=False)
+                alone[before.kinds] = pool.run(1, curve, job)[0]
+            saved = root / "saved"
+            _run(pool, before, _job(before, before.kinds, SAVED_AT, saved, pool.device_type))
+            for after in [after for first, after in wanted if first == before]:
+                yield _resume(pool, before, after, saved, root / "resumed", alone[before.kinds])
+            shutil.rmtree(saved)
+
+
+def _resume(
+    pool: RankPool, before: ProofLayout, after: ProofLayout, saved: Path, folder: Path, alone: Curve
+) -> Resumed:
+    shutil.copytree(saved, folder, symlinks=True)
+    try:
+        curves = _run(pool, after, _job(after, before.kinds, STEPS, folder, pool.device_type))
+        same_bits = None
+        if before == after:
+            unbroken = _run(
+                pool, after, _job(after, after.kinds, STEPS, folder, pool.device_type, save=False)
+            )
+            same_bits = curves == [whole[SAVED_AT:] for whole in unbroken]
+    except AssertionError as error:
+        return Resumed(before.name, after.name, 1.0, 1.0, error=last_line(error))
+    finally:
+        shutil.rmtree(folder)
+    rest = alone[SAVED_AT:]
+    return Resumed(
+        before.name,
+        after.name,
+        max(difference(got, rest, 0) for got in curves),
+        max(difference(got, rest, 1) for got in curves),
+        same_bits,
+    )
+
+
+def _run(pool: RankPool, layout: ProofLayout, job: JobConfig) -> list[Curve]:
+    return pool.run(layout.num_ranks, curve, job, num_nodes=layout.num_nodes)
+
+
+def _job(
+    layout: ProofLayout | None,
+    kinds: tuple[str, ...],
+    steps: int,
+    folder: Path,
+    device: str,
+    save: bool = True,
+) -> JobConfig:
+    exact = {"debug": {"deterministic": device == "cuda"}}
+    config = proof_job(layout, kinds, "float64", steps, folder, exact, device)
+    checkpoint = config.checkpoint.model_copy(update={"enable": save})
+    schedule = config.lr_scheduler.model_copy(update={"total_steps": STEPS})
+    return config.model_copy(update={"checkpoint": checkpoint, "lr_scheduler": schedule})

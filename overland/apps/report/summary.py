@@ -1,0 +1,510 @@
+"""Gathers everything a report shows about one run, from its folder alone.
+
+Any file may be missing, truncated or written by another version: what is unknown is omitted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from overland.apps.report.evaluations import Score, read_scores
+from overland.apps.report.goodput import Goodput, where_time_went
+from overland.apps.report.lines import Lines, Recent
+from overland.apps.report.mixture import DrawnMixture, drawn_mixture
+from overland.apps.report.sessions import Happening, Session, Story
+from overland.apps.report.thin import bin_sizes, means, spacing_of
+from overland.apps.watch.watch import RunStatus, Watch
+from overland.config.fields import all_keys
+from overland.config.schema import JobConfig
+from overland.errors import NoRun
+from overland.files import parse_toml
+from overland.run_folder import CONFIG, MODEL_CONFIG, README, SAMPLES, SUBMITTED, VALIDATION_LOSS
+from overland.training.readme import model_name, optimizer_in_words, schedule_in_words
+from overland.words import command, duration
+
+MOST_SAMPLES = 40
+LONGEST_SAMPLE = 4000
+LARGEST_TEXT = 2**22  # bytes read of a config or of samples
+ALIVE = ("training", "starting", "restarting", "stopping")
+AXES = {
+    "dp_replicate": "replicated",
+    "dp_shard": "sharded (FSDP)",
+    "tp": "tensor parallel",
+    "pp": "pipeline stages",
+    "cp": "context parallel",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One key figure, as text and as a number."""
+
+    name: str
+    words: str
+    note: str = ""
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key of the config."""
+
+    key: str
+    value: str
+    default: str
+    differs: bool
+    description: str
+
+
+@dataclass
+class RunReport:
+    path: Path
+    name: str
+    status: RunStatus
+    lines: Lines
+    sessions: list[Session]
+    happenings: list[Happening]
+    are_recorded: bool
+    """Whether the sessions were recorded, not inferred."""
+    goodput: Goodput
+    mixture: DrawnMixture
+    scores: list[Score]
+    settings: list[Setting]
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    samples: list[tuple[int, str]] = field(default_factory=list)
+    prompt: str = ""
+    environment: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def resume(self) -> str:
+        return command("overland", "train", self.path / CONFIG)
+
+    @property
+    def was_submitted(self) -> bool:
+        return (self.path / SUBMITTED).is_dir()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": str(self.path),
+            "name": self.name,
+            "description": self.status.description,
+            "state": self.status.state,
+            "because": self.status.because,
+            "step": self.status.step,
+            "steps": self.status.steps,
+            "facts": dict(self.facts),
+            "figures": {one.name: one.value for one in self.figures},
+            "sessions": [
+                {name: value for name, value in asdict(one).items() if name != "facts"}
+                for one in self.sessions
+            ],
+            "happenings": [asdict(one) for one in self.happenings],
+            "time": {**asdict(self.goodput), "goodput": self.goodput.share},
+            "mixture": [asdict(one) for one in self.mixture.sources],
+            "evaluations": [asdict(one) for one in self.scores],
+            "samples": [{"step": step, "text": text} for step, text in self.samples],
+            "environment": dict(self.environment),
+            "resume": self.resume,
+        }
+
+
+class RunReader:
+    """Reads a run repeatedly, and only the new parts of files that grow."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path, self.name = path, name or path.absolute().name
+        self.lines, self.story = Lines(path), Story(path)
+        self.watch = Watch(path, Recent(self.lines))
+
+    def read_on(self, progress: Callable[[float, float], object] = lambda *_: None) -> None:
+        self.lines.read_on(progress)
+        self.story.read_on()
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.lines.version, self.story.version
+
+    def report(self, patience: float = 0.0) -> RunReport:
+        status = self.watch.look(patience)
+        status.step = max(status.step, self.lines.logged.last_step, 0)
+        sessions = self.story.sessions(self.lines, status.state in ALIVE)
+        config = read_toml(self.path / CONFIG)
+        report = RunReport(
+            path=self.path,
+            name=self.name,
+            status=status,
+            lines=self.lines,
+            sessions=sessions,
+            happenings=self.story.happenings(sessions),
+            are_recorded=self.story.is_recorded,
+            goodput=where_time_went(sessions),
+            mixture=drawn_mixture(self.path),
+            scores=read_scores(self.path),
+            settings=settings_of(config),
+            samples=read_samples(self.path / SAMPLES),
+            prompt=str(_inside(config, "metrics", "sample_prompt") or ""),
+        )
+        report.facts = facts_of(report, config)
+        report.figures = figures_of(report)
+        report.environment = environment_of(report)
+        return report
+
+
+def open_runs(paths: list[Path]) -> list[RunReader]:
+    """Returns readers of these runs. Runs with the same name are named by as much of their paths as
+    distinguishes them."""
+    given = [Path(os.path.realpath(path)) for path in paths]  # unlike resolve(), takes link loops
+    for path in given:
+        if given.count(path) > 1:
+            raise NoRun(f"{path} is given twice: name each run once")
+    depth = 1
+    names = [path.name for path in given]
+    while len(set(names)) < len(names) and depth < 16:
+        depth += 1
+        names = ["/".join(path.parts[-depth:]) for path in given]
+    return [RunReader(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+# What was trained on what
+
+
+def facts_of(report: RunReport, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    latest = report.sessions[-1].facts if report.sessions else {}
+    training = _table(config.get("training"))
+    rows: list[tuple[str, str | None]] = [
+        ("model", _model(report.path, config)),
+        ("parameters", _parameters(report.path, latest)),
+        ("data", _data(config)),
+        ("batch", _batch(latest, training, _unit(report))),
+        ("devices", _devices(latest)),
+        ("layout", _layout(latest)),
+        ("precision", _precision(latest, training)),
+        *_in_config_words(config),
+    ]
+    return [(name, words) for name, words in rows if words]
+
+
+def _model(run: Path, config: Mapping[str, Any]) -> str | None:
+    model, shape = _table(config.get("model")), _read_json(run / MODEL_CONFIG)
+    name = str(model.get("config") or f"{model.get('name', '')} {model.get('flavor', '')}").strip()
+    layers, width = shape.get("num_hidden_layers"), shape.get("hidden_size")
+    if isinstance(layers, int) and isinstance(width, int):
+        name += f", {layers:,} layers of width {width:,}"
+    rank = _inside(config, "lora", "rank")
+    return f"{name}, adapters of rank {rank}" if name and rank else name or None
+
+
+def _parameters(run: Path, latest: Mapping[str, Any]) -> str | None:
+    if isinstance(latest.get("parameters"), int):
+        return f"{latest['parameters']:,}"
+    found = re.search(r"([\d,]+) parameters", _read_text(run / README))
+    return found[1] if found else None
+
+
+def _data(config: Mapping[str, Any]) -> str | None:
+    sources = _table(_inside(config, "data", "sources"))
+    if sources:
+        return ", ".join(
+            f"{name} ({one.get('path') or one.get('dataset') or name})"
+            for name, one in sources.items()
+            if isinstance(one, dict)
+        )
+    training = _table(config.get("training"))
+    return str(training.get("dataset_path") or training.get("dataset") or "") or None
+
+
+def _unit(report: RunReport) -> str:
+    """Returns the unit that the run counts: image models have no tokens."""
+    latest = report.sessions[-1].facts if report.sessions else {}
+    is_samples = latest.get("unit") == "samples" or "samples" in report.lines.logged.names
+    return "samples" if is_samples else "tokens"
+
+
+def _batch(latest: Mapping[str, Any], training: Mapping[str, Any], unit: str) -> str | None:
+    rows, length = latest.get("rows"), training.get("seq_len")
+    rows = rows or training.get("global_batch_size")
+    if not isinstance(rows, int) or rows < 1:
+        return None
+    if unit == "samples":
+        return f"{rows:,} samples per step"
+    if not isinstance(length, int):
+        return None
+    return f"{rows:,} sequences of {length:,} tokens: {rows * length:,} tokens per step"
+
+
+def _devices(latest: Mapping[str, Any]) -> str | None:
+    number, nodes = latest.get("devices"), latest.get("nodes")
+    if not isinstance(number, int):
+        return None
+    where = f" on {nodes:,} nodes" if isinstance(nodes, int) and nodes > 1 else ""
+    return f"{number:,} × {latest.get('device', 'device')}{where}"
+
+
+def _layout(latest: Mapping[str, Any]) -> str | None:
+    degrees = _table(latest.get("degrees"))
+    parts = [
+        f"{degrees[axis]} × {words}"
+        for axis, words in AXES.items()
+        if isinstance(degrees.get(axis), int) and degrees[axis] > 1
+    ]
+    return ", ".join(parts) or ("the whole model on one device" if degrees else None)
+
+
+def _precision(latest: Mapping[str, Any], training: Mapping[str, Any]) -> str | None:
+    names = {
+        "parameters": "dtype",
+        "computation": "mixed_precision_param",
+        "gradient sums": "mixed_precision_reduce",
+    }
+    used = _table(latest.get("precision"))
+    known = {what: used.get(what) or training.get(name) for what, name in names.items()}
+    return ", ".join(f"{what} {value}" for what, value in known.items() if value) or None
+
+
+def _in_config_words(config: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    """Returns facts that need a config that is valid in this version: otherwise today's defaults
+    may not be those of the run."""
+    if not config:
+        return []
+    try:
+        job = JobConfig.model_validate(config)
+    except ValueError:
+        return []
+    return [
+        ("model", model_name(job) if not config.get("model") else None),
+        ("optimizer", optimizer_in_words(job.optimizer)),
+        ("schedule", schedule_in_words(job)),
+    ]
+
+
+# Key figures
+
+
+def figures_of(report: RunReport) -> list[Figure]:
+    logged, status = report.lines.logged, report.status
+    found = [_steps(report), _tokens(report), _loss(report), _best(report), _time(report)]
+    found += [_share(report), _throughput(report)]
+    mfu = logged.points("mfu")[1]
+    if len(mfu):
+        middle = float(np.median(mfu))
+        found.append(Figure("MFU", f"{middle:.1%}", "median", middle))
+    memory = logged.points("memory_gib")[1]
+    if len(memory):
+        most = float(memory.max())
+        found.append(Figure("memory", f"{most:.1f} GiB", "peak per device", most))
+    lost = sum(one.lost_steps for one in report.sessions)
+    count = len(report.sessions)
+    if count:
+        words = f"{lost:,} steps lost and repeated" if lost else "no steps were lost"
+        found.append(Figure("sessions", f"{count:,}", words, count))
+    if status.faults:
+        found.append(Figure("faults", f"{len(status.faults):,}", "", len(status.faults)))
+    return [one for one in found if one is not None]
+
+
+def _steps(report: RunReport) -> Figure:
+    status = report.status
+    note = f"of {status.steps:,}" if status.steps else ""
+    if status.steps and status.seconds_left and status.state in ALIVE:
+        note += f", {duration(status.seconds_left)} left"
+    return Figure("steps", f"{status.step:,}", note, status.step)
+
+
+def _tokens(report: RunReport) -> Figure | None:
+    for unit in ("tokens", "samples"):
+        values = report.lines.logged.points(unit)[1]
+        if len(values):
+            return Figure(unit, in_short(float(values[-1])), "seen so far", float(values[-1]))
+    return None
+
+
+def _loss(report: RunReport) -> Figure | None:
+    logged = report.lines.logged
+    steps, losses = logged.points("loss")
+    if (since := logged.not_finite_since("loss")) is not None:
+        before = f"; before: {losses[-1]:.4f}" if len(losses) else ""
+        return Figure("loss", "not finite", f"since step {since:,}{before}")
+    if not len(steps):
+        return None
+    fine, _ = bin_sizes(float(logged.last_step), spacing_of(steps))
+    mean = float(means(steps, losses, fine)[1][-1])
+    what = f"mean of the last {fine:,} steps" if fine > 1 else "at the last step logged"
+    return Figure("loss", f"{mean:.4f}", what, mean)
+
+
+def _best(report: RunReport) -> Figure | None:
+    columns = report.lines.held_out.get(VALIDATION_LOSS)
+    if columns is None or not len(columns.points("value")[0]):
+        return None
+    steps, values = columns.points("value")
+    best = int(np.argmin(values))
+    is_finite = columns.not_finite_since("value") is None
+    last = f"{values[-1]:.4f}" if is_finite else "not finite"
+    note = f"best, at step {int(steps[best]):,}; last {last}"
+    return Figure("validation loss", f"{values[best]:.4f}", note, float(values[best]))
+
+
+def _time(report: RunReport) -> Figure | None:
+    seconds = report.goodput.in_sessions
+    if not seconds:
+        return None
+    between = report.goodput.between
+    note = f"plus {duration(between)} between sessions" if between >= 1 else ""
+    return Figure("time in sessions", duration(seconds), note, seconds)
+
+
+def _share(report: RunReport) -> Figure | None:
+    share = report.goodput.share
+    if share is None or not report.goodput.is_split:
+        return None
+    return Figure("goodput", f"{share:.1%}", "of session time spent on steps that count", share)
+
+
+def _throughput(report: RunReport) -> Figure | None:
+    for unit in ("tokens", "samples"):
+        rates = report.lines.logged.points(f"{unit}_per_second")[1]
+        if len(rates):
+            rate = float(np.median(rates))
+            facts = report.sessions[-1].facts if report.sessions else {}
+            devices = facts.get("devices")
+            note = f"{unit}/s per device, median"
+            if isinstance(devices, int) and devices > 1:
+                note += f"; {in_short(rate * devices)} in total"
+            return Figure("throughput", f"{rate:,.0f}", note, rate)
+    return None
+
+
+def environment_of(report: RunReport) -> list[tuple[str, str]]:
+    """Returns the environment of the newest session, and what differed in earlier ones."""
+    rows = []
+    for name in ("overland", "torch", "cuda", "rocm", "python", "system", "machine", "job"):
+        values = []
+        for session in report.sessions:
+            software = _table(session.facts.get("software"))
+            value = str(software.get(name) or session.facts.get(name) or "")
+            if value and value not in values:
+                values.append(value)
+        if values:
+            before = f" (before: {', '.join(values[:-1][-8:])})" if len(values) > 1 else ""
+            rows.append((name, values[-1] + before))
+    return rows
+
+
+# Files
+
+
+def settings_of(config: Mapping[str, Any]) -> list[Setting]:
+    """Returns every key with its value in this run; unknown keys come last. Returns nothing if the
+    config cannot be read."""
+    if not config:
+        return []
+    found, known = [], set()
+    for key in all_keys().values():
+        section = _table(config.get(key.section))
+        default = key.default
+        value = section.get(key.name, default)
+        known.add((key.section, key.name))
+        default = default.model_dump() if hasattr(default, "model_dump") else default
+        found.append(
+            Setting(
+                key.dotted,
+                _written(value),
+                _written(default),
+                _plain(value) != _plain(default),
+                key.description,
+            )
+        )
+    for other, table in config.items():
+        for name, value in _table(table).items():
+            if (other, name) not in known:
+                found.append(Setting(f"{other}.{name}", _written(value), "no such key", True, ""))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, str):
+        return value or '""'
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def read_samples(path: Path) -> list[tuple[int, str]]:
+    """Returns the model's samples by step; if there are many, only the first and the last ones."""
+    found: dict[int, str] = {}
+    for line in _read_text(path).splitlines():
+        with suppress(ValueError, RecursionError):
+            one = json.loads(line)
+            if isinstance(one, dict) and isinstance(one.get("step"), int):
+                text = str(one.get("text", ""))
+                cut = f"{text[:LONGEST_SAMPLE]} …" if len(text) > LONGEST_SAMPLE else text
+                found[one["step"]] = cut
+    samples = sorted(found.items())
+    half = MOST_SAMPLES // 2
+    return samples if len(samples) <= MOST_SAMPLES else [*samples[:half], *samples[-half:]]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    with suppress(ValueError):
+        return parse_toml(_read_text(path))
+    return {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        return _table(json.loads(_read_text(path)))
+    return {}
+
+
+def _read_text(path: Path) -> str:
+    with suppress(OSError):
+        if path.is_file():  # opening a named pipe would block
+            with path.open("rb") as file:
+                return file.read(LARGEST_TEXT).decode(errors="replace")
+    return ""
+
+
+def _table(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _inside(config: Mapping[str, Any], section: str, name: str) -> Any:
+    return _table(config.get(section)).get(name)
+
+
+def in_short(number: float) -> str:
+    """Returns a number as `1.23 billion` or `45.6 million`, or in full if it is small."""
+    if not math.isfinite(number):
+        return str(number)
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if abs(number) >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,.0f}"
+
+
+def moment(seconds: float) -> str:
+    """Returns the date and time, in the time zone where the report is created."""
+    with suppress(ValueError, OverflowError, OSError):
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return ""

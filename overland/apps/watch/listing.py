@@ -1,0 +1,158 @@
+"""Lists the runs below a folder, newest first. A run that cannot be read gets a line of its own
+and does not stop the listing: runs may be damaged, half deleted, or owned by another user."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overland.apps.watch.watch import STATES, RunStatus, Watch, newest_script
+from overland.errors import NoRun, sentence
+from overland.progress import progress_bar
+from overland.run_folder import ATTEMPTS, CONFIG, LIVE, METRICS, OWNER, PLAN, SESSIONS, SUBMITTED
+from overland.training.history import END_BYTES, History
+from overland.words import command, duration, on_one_line, visible
+
+UNREADABLE = "unreadable"
+DEPTH = 4  # levels of folders below the given one
+TRACES = {METRICS, SESSIONS, OWNER, ATTEMPTS, LIVE}
+IGNORE = ".overlandignore"  # runs in a folder with this file, such as recorded ones, are not listed
+SLURM_SECONDS = 5.0  # for all runs together
+LONGEST = 60  # characters of a reason
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """One run in the list. Times are in seconds since 1970."""
+
+    run: str
+    state: str
+    because: str = ""
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None
+    held_out: dict[str, float] = field(default_factory=dict)
+    last_sign: float | None = None
+    age_seconds: float | None = None
+    seconds_left: float | None = None
+    description: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def list_runs(folder: Path) -> list[ListedRun]:
+    """Returns the runs in a folder and below it."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise NoRun(f"{folder} {what}: expected a folder that contains runs")
+    found: list[ListedRun] = []
+    until = time.monotonic() + SLURM_SECONDS
+    with progress_bar("looking for runs") as bar:
+        for path in find_runs(folder):
+            bar(len(found), None, on_one_line(str(path)))
+            found.append(look(path, max(0.0, until - time.monotonic())))
+    return sorted(found, key=lambda one: -(one.last_sign or 0.0))
+
+
+def newest_run(folder: Path) -> Path:
+    """Returns the run in a folder or below it that last showed a sign of life."""
+    runs = list_runs(folder)
+    if not runs:
+        start = command("overland", "train", "quickstart")
+        raise NoRun(f"no runs in {folder} or below it; `{start}` starts one")
+    return Path(runs[0].run)
+
+
+def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yields run folders, without searching inside them or following links."""
+    try:
+        with os.scandir(folder) as entries:
+            names = {one.name: one for one in entries}
+    except OSError:  # another user's, or just deleted
+        return
+    if is_run(folder, names):
+        yield folder
+        return
+    if IGNORE in names and depth < DEPTH:
+        return
+    for name in sorted(names) if depth else ():
+        try:
+            is_folder = names[name].is_dir(follow_symlinks=False)
+        except OSError:
+            continue
+        if is_folder and not name.startswith("."):
+            yield from find_runs(folder / name, depth - 1)
+
+
+def is_run(folder: Path, entries: Mapping[str, os.DirEntry[str]]) -> bool:
+    """Whether a folder with these entries is a run; a config.toml alone could be anything."""
+    files = {name for name in {CONFIG, *TRACES} & set(entries) if not entries[name].is_dir()}
+    if SUBMITTED in entries and newest_script(folder) is not None:
+        files.add(SUBMITTED)
+    if (folder / PLAN).is_file():
+        files.add(PLAN)
+    return len(files) > 1 and bool(files & {CONFIG, SESSIONS, ATTEMPTS})
+
+
+def look(run: Path, patience: float) -> ListedRun:
+    try:
+        seen = Watch(run, History(run / METRICS, last_bytes=END_BYTES)).look(patience)
+        return listed(seen)
+    except Exception as error:  # one unreadable run must not hide the others
+        why = sentence(error) or type(error).__name__
+        return ListedRun(str(run), UNREADABLE, why)
+
+
+def listed(seen: RunStatus) -> ListedRun:
+    loss = seen.newest.get("loss")
+    return ListedRun(
+        run=seen.run,
+        state=seen.state,
+        because=seen.because,
+        step=seen.step,
+        steps=seen.steps,
+        loss=float(loss) if loss is not None else None,
+        held_out={name: points[-1][1] for name, points in seen.held_out.items() if points},
+        last_sign=seen.last_sign,
+        age_seconds=seen.time - seen.last_sign if seen.last_sign else None,
+        seconds_left=seen.seconds_left,
+        description=seen.description,
+    )
+
+
+def table(runs: list[ListedRun], width: int) -> list[str]:
+    """Returns one line per run; if it is too wide, first the reason and then the name is cut."""
+    rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "held out", "age", "")]
+    rows += [row_of(one) for one in runs]
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    others = sum(widths[1:]) + 2 * 6
+    widths[0] = max(16, min(widths[0], width - others))
+    lines = []
+    for name, state, *numbers, why in rows:
+        shown = name if len(name) <= widths[0] else "…" + name[-widths[0] + 1 :]
+        cells = [shown.ljust(widths[0]), state.ljust(widths[1])]
+        cells += [text.rjust(size) for text, size in zip(numbers, widths[2:], strict=True)]
+        line = "  ".join([*cells, why]).rstrip()
+        room = max(width, widths[0] + others - 2)
+        lines.append(line if len(line) <= room else line[: room - 1].rstrip() + "…")
+    return lines
+
+
+def row_of(one: ListedRun) -> tuple[str, ...]:
+    # More steps than that were taken before it was lowered.
+    step = f"{one.step:,}" + (f"/{one.steps:,}" if one.steps and one.step <= one.steps else "")
+    first = next(iter(one.held_out.values()), None)
+    return (
+        on_one_line(one.run),
+        STATES.get(one.state, one.state),
+        "" if one.state == UNREADABLE else step,
+        "" if one.loss is None else f"{one.loss:.4f}",
+        "" if first is None else f"{first:.4f}",
+        "" if one.age_seconds is None else duration(one.age_seconds),
+        visible(" ".join((one.because or one.description).split()))[:LONGEST],
+    )

@@ -1,0 +1,329 @@
+"""The conductor: orders one check after another and judges the answers."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from overland.cluster.preflight import judge, start
+from overland.cluster.preflight.all_reduce import judge_transport
+from overland.cluster.preflight.crew import GRACE, LIMITS, Crew, Phases, Task
+from overland.cluster.preflight.judge import Bounds, Finding, Place
+from overland.cluster.preflight.node import measure_versions
+from overland.cluster.preflight.report import Report
+from overland.cluster.preflight.start import Started, first_task
+from overland.cluster.preflight.task import run_task
+from overland.cluster.preflight.tournament import Rounds
+from overland.cluster.wire import ADDRESS, KEY, Message, Switchboard
+from overland.errors import ClusterError
+from overland.slurm import expand_hosts
+from overland.world import World
+from overland.world.heartbeat import node_name
+from overland.world.rendezvous import open_store, reachable
+from overland.world.secret import VARIABLE, secret_of
+
+MOST_REASONS = 4  # per node, in case all eight devices have the same fault
+SECONDS_PER_RANK = 0.05  # for the all-reduce: thousands of ranks take minutes to connect
+DISK_BYTES, QUICK_DISK_BYTES = 64 * 2**20, 16 * 2**20
+START_SECONDS = 300  # for ranks to find the first one
+NAME = "preflight"  # key under which the first rank tells the others where to connect
+
+
+@dataclass(frozen=True)
+class PreflightSettings:
+    """Settings of the upcoming run."""
+
+    config: Path | None = None
+    folder: str = "."
+    backend: str = "auto"
+    quick: bool | None = None
+    """None: only if no node has an accelerator."""
+    ranks_per_device: int = 1
+
+    @classmethod
+    def of(
+        cls, config: Path | None, env: Mapping[str, str], quick: bool | None = None
+    ) -> PreflightSettings:
+        if config is None:
+            return cls(quick=quick, folder=os.getcwd())
+        from overland.config.load import load_config
+
+        found = load_config(str(config), env=env).config
+        folder = str(Path(found.job.dump_folder).expanduser().absolute())
+        path, comm = config.expanduser().absolute(), found.comm
+        return cls(path, folder, comm.backend, quick, comm.ranks_per_device)
+
+    def of_groups(self) -> Message:
+        """Returns what a task needs to open a process group as training does."""
+        return {"backend": self.backend, "ranks_per_device": self.ranks_per_device}
+
+
+def preflight(
+    launch: Sequence[str],
+    nodes: Sequence[str],
+    tasks_per_node: int,
+    config: Path | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> Report:
+    """Tests the nodes with tasks that `launch` starts, as it would start training.
+
+    Args:
+        launch: The command of the ranks, up to and including `… -m overland`.
+        nodes: Slurm's names of the nodes.
+        tasks_per_node: One per device.
+        config: The run's config, if there is one yet.
+        env: The environment of the ranks.
+
+    Raises:
+        ClusterError: No task started at all.
+    """
+    return preflight_with(launch, nodes, tasks_per_node, PreflightSettings.of(config, env), env)
+
+
+def preflight_with(
+    launch: Sequence[str],
+    nodes: Sequence[str],
+    tasks_per_node: int,
+    job: PreflightSettings,
+    env: Mapping[str, str] = os.environ,
+) -> Report:
+    here = (env.get("SLURMD_NODENAME"), socket.gethostname())
+    others = [node for node in nodes if node not in here]
+    board = Switchboard(others if others else nodes, env)
+    try:
+        started = start.with_launch(launch, {**env, **board.environment()})
+        return conduct(board, started, nodes, tasks_per_node, job)
+    finally:
+        board.close()
+
+
+def preflight_here(
+    num_tasks: int, job: PreflightSettings, env: Mapping[str, str] = os.environ
+) -> Report:
+    """Tests only this machine."""
+    board = Switchboard([], {})
+    try:
+        started = start.here(num_tasks, {**env, **board.environment()})
+        return conduct(board, started, 1, num_tasks, job)
+    finally:
+        board.close()
+
+
+def preflight_among_ranks(
+    world: World, job: PreflightSettings, env: Mapping[str, str] = os.environ
+) -> Report | None:
+    """Returns the report on the first rank, None on the others. The address goes through the
+    world's store, where anyone who reaches it can write; who answers there must know the key."""
+    from torch.distributed import PrefixStore
+
+    key = hmac.new(secret_of(env), NAME.encode(), "sha256").hexdigest()
+    store = PrefixStore(NAME, open_store(world, START_SECONDS))
+    if not world.is_first:
+        address = store.get(NAME).decode(errors="replace")
+        os.environ |= {ADDRESS: address, KEY: key}
+        try:
+            run_task()
+        except ConnectionRefusedError as error:
+            raise ClusterError(
+                f"{address}, the address of the first rank: {error}. Another program has written "
+                f"this address, or the ranks have different secrets; set {VARIABLE} to the same "
+                "random characters for all of them"
+            ) from None
+        return None
+    nodes = _nodes(world, env)
+    board = Switchboard(_others(world, nodes, env), env, key)
+    try:
+        store.set(NAME, board.environment()[ADDRESS])
+        started = first_task({**env, **board.environment()})
+        return conduct(board, started, nodes, world.local_size, job)
+    finally:
+        board.close()
+
+
+def conduct(
+    board: Switchboard,
+    started: Started,
+    nodes: Sequence[str] | int,
+    tasks_per_node: int,
+    job: PreflightSettings,
+) -> Report:
+    """Tests with tasks that are starting; `nodes` may be just their number, if the names are not
+    known. Always ends what was started."""
+    progress = Phases()
+    crew = Crew(board, started, nodes, tasks_per_node, progress)
+    try:
+        return _Conductor(crew, job).conduct()
+    finally:
+        crew.dismiss()
+        started.stop()
+        progress.close()
+
+
+class _Conductor:
+    def __init__(self, crew: Crew, job: PreflightSettings) -> None:
+        self.crew, self.job = crew, job
+        self.report = Report()
+        self.findings: dict[str, list[str]] = defaultdict(list)
+        self.facts: dict[str, dict[Place, Message]] = {}
+
+    def conduct(self) -> Report:
+        began = time.monotonic()
+        crew, report = self.crew, self.report
+        crew.gather()
+        quick, with_torch = self._decide()
+        clocks = self._ask("clock", crew.first_on_each())
+        self._blame(judge.clocks(clocks))
+        if with_torch:
+            self._ask("torch", crew.alive())
+        self._compare_versions(with_torch)
+        disks = self._ask(
+            "disk",
+            crew.first_on_each(),
+            folder=self.job.folder,
+            num_bytes=QUICK_DISK_BYTES if quick else DISK_BYTES,
+        )
+        self._blame(judge.disks(disks))
+        bounds = self._test_devices(with_torch)
+        how = {**self.job.of_groups(), "torch": not quick}
+        rounds = Rounds(crew, self._is_bad, bounds.link, how)
+        findings, notes = rounds.play()
+        self._blame(findings)
+        report.notes += notes
+        report.matches = rounds.matches
+        if not quick:
+            self._test_sum()
+        self._finish(quick)
+        report.seconds = time.monotonic() - began
+        return report
+
+    def _decide(self) -> tuple[bool, bool]:
+        """Returns whether to test quickly, and whether torch is needed."""
+        accelerators = any(task.has_accelerator for task in self.crew.alive())
+        quick = not accelerators if self.job.quick is None else self.job.quick
+        return quick, accelerators or not quick
+
+    def _compare_versions(self, with_torch: bool) -> None:
+        path = str(self.job.config) if self.job.config else None
+        answers = self._ask("versions", self.crew.first_on_each(), config=path, torch=with_torch)
+        self._blame(judge.interfaces(answers))
+        findings, notes = judge.versions(answers, measure_versions(path, with_torch=False))
+        self._blame(findings)
+        self.report.notes += notes
+
+    def _test_devices(self, with_torch: bool) -> Bounds:
+        answers = self._ask("device", self.crew.alive(), torch=with_torch)
+        kinds = {facts.get("kind") for facts in answers.values()}
+        bounds = judge.ACCELERATOR if "cuda" in kinds else judge.CPU
+        slow = {node for node, _ in judge.rates(answers, bounds)}
+        if slow:  # again, now that the others are idle
+            again = [task for task in self.crew.alive() if task.node in slow]
+            for place, facts in self._ask("device", again, torch=with_torch).items():
+                answers[place] = judge.faster(answers[place], facts)
+            self.facts["device"] = answers
+        self._blame(judge.devices(answers, self.job.ranks_per_device))
+        self._blame(judge.products(answers))
+        self._blame(judge.rates(answers, bounds))
+        return bounds
+
+    def _test_sum(self) -> None:
+        tasks = [task for task in self.crew.alive() if not self._is_bad(task.node)]
+        if len(tasks) < 2:
+            return
+        self.crew.progress.begin("all-reduce", len(tasks))
+        what, first = "the all-reduce", tasks[0]
+        seconds = sum_limit(len(tasks))
+        listen: dict[Task, Message] = {first: {"do": "listen"}}
+        places = self.crew.ask(listen, what, LIMITS["listen"])
+        at = places.get(first.place, {}).get("at")
+        if at is None:
+            self.report.failure = f"{what} failed: {first.node}/{first.local} could not listen"
+            return
+        order = {"do": "reduce", "at": at, "seconds": seconds, **self.job.of_groups()}
+        orders: dict[Task, Message] = {
+            task: {**order, "rank": rank, "size": len(tasks), "listening": rank == 0}
+            for rank, task in enumerate(tasks)
+        }
+        limit = seconds + GRACE
+        answers = self.crew.ask(orders, what, limit, patience=limit)
+        self.report.all_reduce, self.report.failure = _judge_sum(orders, answers)
+
+    def _ask(self, do: str, tasks: Sequence[Task], **details: object) -> dict[Place, Message]:
+        """Runs one phase, and keeps the measurements for the report."""
+        self.crew.progress.begin(do, len(tasks))
+        seconds = LIMITS[do]
+        orders = {task: {"do": do, "seconds": seconds, **details} for task in tasks}
+        limit = seconds + GRACE
+        answers = self.crew.ask(orders, f"the {do} test", limit)
+        self._blame(judge.errors(answers, do))
+        self.facts[do] = answers
+        return answers
+
+    def _blame(self, findings: Iterable[Finding]) -> None:
+        for node, reason in findings:
+            if reason not in self.findings[node]:
+                self.findings[node].append(reason)
+
+    def _is_bad(self, node: str) -> bool:
+        return node in self.crew.lost or bool(self.findings.get(node))
+
+    def _finish(self, quick: bool) -> None:
+        report, crew = self.report, self.crew
+        report.nodes, report.quick = list(crew.nodes), quick
+        for node in crew.nodes:
+            reasons = [*self.findings.get(node, []), *filter(None, [crew.lost.get(node)])]
+            if reasons:
+                more = len(reasons) - MOST_REASONS
+                told = [*reasons[:MOST_REASONS], *([f"and {more} more"] if more > 0 else [])]
+                report.bad[node] = "; ".join(told)
+        for phase in ("clock", "versions", "disk", "device"):
+            for (node, local), facts in self.facts.get(phase, {}).items():
+                plain = {k: v for k, v in facts.items() if k != "answer"}
+                report.measured.setdefault(node, {}).setdefault(phase, {})[local] = plain
+
+
+def _judge_sum(
+    orders: Mapping[Task, Message], answers: Mapping[Place, Message]
+) -> tuple[Message, str]:
+    """Returns the measurements, and what failed: a failed all-reduce is no single node's fault."""
+    unfinished = [
+        f"{task.node}/{task.local} ({answers.get(task.place, {}).get('error', 'no answer')})"
+        for task in orders
+        if "right" not in answers.get(task.place, {})
+    ]
+    if unfinished:
+        some = ", ".join(unfinished[:8]) + (", …" if len(unfinished) > 8 else "")
+        count = f"{len(unfinished)} of {len(orders)} tasks"
+        return {}, f"the all-reduce of all good nodes failed on {count}: {some}"
+    wrong = [f"{node}/{local}" for (node, local), facts in answers.items() if not facts["right"]]
+    if wrong:
+        return {}, f"the all-reduce of all good nodes gave a wrong sum on {', '.join(wrong)}"
+    rate = min(facts["gb_per_s"] for facts in answers.values())
+    network, problem = judge_transport(answers)
+    return {"gb_per_s": rate, "tasks": len(orders), "transport": network}, problem
+
+
+def sum_limit(num_tasks: int) -> float:
+    """Returns how many seconds the all-reduce of this many tasks may take."""
+    return LIMITS["reduce"] + SECONDS_PER_RANK * num_tasks
+
+
+def _nodes(world: World, env: Mapping[str, str]) -> list[str] | int:
+    """Returns the nodes' names under srun, otherwise their number: they report names later."""
+    names = expand_hosts(env["SLURM_STEP_NODELIST"]) if "SLURM_STEP_NODELIST" in env else []
+    return names if len(names) == world.num_nodes else world.num_nodes
+
+
+def _others(world: World, nodes: list[str] | int, env: Mapping[str, str]) -> list[str]:
+    """Returns hosts that are reached over the network that all nodes share."""
+    if world.num_nodes == 1:
+        return []
+    if not isinstance(nodes, int):
+        return [node for node in nodes if node != node_name(env)]
+    address = world.rendezvous.address if world.rendezvous else env["MASTER_ADDR"]
+    return [reachable(address)]

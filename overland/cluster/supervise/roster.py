@@ -1,0 +1,79 @@
+"""The nodes of an allocation: which are good, and which of them train."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from overland.cluster.supervise.faults import HARDWARE, Fault
+
+from overland.errors import Kind
+
+STRIKES = 2  # a node where ranks hung or were killed this often is excluded, if there is a spare
+
+
+class Roster:
+    def __init__(self, nodes: Sequence[str], wanted: int, batch_host: str) -> None:
+        self.nodes, self.wanted, self.batch_host = list(nodes), wanted, batch_host
+        self.out: dict[str, str] = {}
+        """Nodes that are no longer used, and why."""
+        self._strikes: Counter[str] = Counter()
+        self._suspicions: Counter[str] = Counter()
+        self._chosen: list[str] = []
+
+    @property
+    def good(self) -> list[str]:
+        return [node for node in self.nodes if node not in self.out]
+
+    def choose(self) -> list[str] | None:
+        """Returns the nodes to train on, if there are enough. The batch host is chosen last: the
+        job ends with it in any case, and if it is not used, losing rank 0 does not end the job."""
+        order = {node: number for number, node in enumerate(self.nodes)}
+
+        def doubt(node: str) -> tuple[int, int, bool, int]:
+            is_host = node == self.batch_host
+            return self._strikes[node], self._suspicions[node], is_host, order[node]
+
+        best = sorted(self.good, key=doubt)
+        if len(best) < self.wanted:
+            return None
+        self._chosen = sorted(best[: self.wanted], key=order.__getitem__)
+        return self._chosen
+
+    def exclude(self, node: str, reason: str) -> None:
+        if node in self.nodes:
+            self.out.setdefault(node, reason)
+
+    def leave_out(self, fault: Fault) -> list[str]:
+        """Excludes nodes that caused this fault, and returns those that are now excluded."""
+        excluded = []
+        for node in fault.nodes:
+            broken = fault.kind is Kind.DEVICE and re.search(HARDWARE, fault.what)
+            if fault.kind is Kind.NODE or broken:
+                self.exclude(node, f"{fault.kind}: {fault.what}")
+                excluded.append(node)
+            elif self.strike(node, fault.what):
+                excluded.append(node)
+        if not fault.nodes:
+            self.suspect_all()
+        return excluded
+
+    def strike(self, node: str, reason: str) -> bool:
+        """Counts a strike and returns whether the node is now excluded. A node that may be innocent
+        is only given up if there is a spare."""
+        self._strikes[node] += 1
+        spared = len(self.good) > self.wanted
+        if self._strikes[node] >= STRIKES and spared and node in self.good:
+            self.out[node] = reason
+            return True
+        return False
+
+    def avoid(self, node: str) -> None:
+        """Uses a recently bad node only if there are not enough others."""
+        self._strikes[node] += node in self.nodes
+
+    def suspect_all(self) -> None:
+        """Suspects all chosen nodes, because it is unknown which is at fault: the next attempt
+        replaces as many of them with spares as it can."""
+        self._suspicions.update(self._chosen)

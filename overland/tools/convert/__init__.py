@@ -1,5 +1,0 @@
-"""Converts a checkpoint from one format to another, tensor by tensor. See docs/convert.md."""
-
-from overland.tools.convert.convert import Conversion, convert
-
-__all__ = ["Conversion", "convert"]
