@@ -27,7 +27,7 @@ from overland.words import visible
 from overland.world import World
 from overland.world.devices import MemoryState, device_type, memory_state
 from overland.world.flight_recorder import forget_records, last_wait, record_into
-from overland.world.heartbeat import Heartbeat, Phase
+from overland.world.heartbeat import Heartbeat, Phase, reporting
 from overland.world.last_words import say
 from overland.world.launch import launch_local
 from overland.world.launchers import export_world, find_world
@@ -183,7 +183,11 @@ def _train_among_ranks(config: JobConfig, world: World, screen: Screen) -> tuple
         if config.checkpoint.resume == "none":
             config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))
         folder = RunFolder.of(config).root
-        with owned(folder, world.is_first), memory_in_words(config, world, device):
+        with (
+            reporting(screen.beat),
+            owned(folder, world.is_first),
+            memory_in_words(config, world, device),
+        ):
             return _train(config, world, device, screen)
 
 

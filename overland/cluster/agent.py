@@ -29,6 +29,7 @@ from overland.world.heartbeat import (
     heartbeat_folder,
     node_name,
     read_signs,
+    reporting,
     stacks_signal,
     start_heartbeat,
 )
@@ -48,26 +49,29 @@ PIPES = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
     """Sends heartbeats and reports the final error, if a supervisor started this rank."""
     if HEARTBEATS not in env:
-        with start_heartbeat(world.rank, env) as beat:
+        with start_heartbeat(world.rank, env) as beat, reporting(beat):
             yield beat
         return
     os.environ[PIPES] = f"{heartbeat_folder(env)}/nccl_"  # read when process groups are created
     kept = kept_agent(env) if world.local_rank == 0 else contextlib.nullcontext()
     with kept, start_heartbeat(world.rank, env) as beat:
+        beat.on_error = lambda error: say(
+            world.rank, error_kind(error), in_words(error), beat.step, error_place(error)
+        )
         try:
-            yield beat
-        except Exception as error:
-            if not hasattr(error, "exit_code"):  # typer's way of ending a command
-                what = f"{type(error).__name__}: {error}"
-                say(world.rank, error_kind(error), what, beat.step, error_place(error))
-            raise
+            with reporting(beat):
+                yield beat
         except SystemExit as error:  # raised by the user's code; ours never does
             cause = error.__context__  # another rank's failure may have caused it
             kind = error_kind(cause) if isinstance(cause, Exception) else Kind.CODE
-            why = f", caused by {type(cause).__name__}: {cause}" if cause else ""
+            why = f", caused by {in_words(cause)}" if cause else ""
             what = f"exited with SystemExit({error.code}){why}"
             say(world.rank, kind, what, beat.step, error_place(cause or error))
             raise
+
+
+def in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager

@@ -19,11 +19,12 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from overland.errors import OverlandError
 from overland.processes import STOPPED_STATES, age_of_process, state_of
 from overland.words import name_ranks
 
@@ -143,6 +144,8 @@ class Heartbeat:
         self, rank: int = 0, folder: Path | None = None, is_supervised: bool = False
     ) -> None:
         self.is_supervised = is_supervised
+        self.on_error: Callable[[Exception], object] = lambda error: None
+        self._has_failed = False
         self.step, self.phase, self._since = 0, Phase.STARTING, time.monotonic()
         self.doing = self.phase.words
         self.words: dict[Phase, str] = {}
@@ -170,6 +173,13 @@ class Heartbeat:
         self._memory[: LAYOUT.size] = LAYOUT.pack(
             os.getpid(), self.step, phase, now, self.probe_seconds, self.data_wait
         )
+
+    def report(self, error: Exception) -> None:
+        """Reports the error that ends this rank, once. To be called before it leaves the others,
+        who fail a moment later and may be heard first."""
+        if not self._has_failed:
+            self._has_failed = True
+            self.on_error(error)
 
     @property
     def seconds_here(self) -> float:
@@ -217,17 +227,26 @@ def start_heartbeat(rank: int, env: Mapping[str, str] = os.environ) -> Iterator[
     folder = heartbeat_folder(env)
     if folder is None:
         launchers = Path(env[LAUNCHER_HEARTBEATS]) if LAUNCHER_HEARTBEATS in env else None
-        try:
-            yield Heartbeat(rank, launchers)
-        except Exception as error:
-            if launchers is not None:
-                (launchers / f"{rank}.error").write_text(str(error), encoding="utf-8")
-            raise
+        beat = Heartbeat(rank, launchers)
+        if launchers is not None:
+            beat.on_error = lambda error: (launchers / f"{rank}.error").write_text(str(error))
+        yield beat
         return
     # Kept open to the end: without a handler the signal would kill the process.
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(stacks_signal(), file=stacks, all_threads=True)
     yield Heartbeat(rank, folder, is_supervised=True)
+
+
+@contextlib.contextmanager
+def reporting(beat: Heartbeat) -> Iterator[None]:
+    """Reports an error that passes, unless it is typer's way of ending a command."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OverlandError) or not hasattr(error, "exit_code"):
+            beat.report(error)
+        raise
 
 
 def read_signs(folder: Path) -> list[Sign]:
@@ -261,7 +280,7 @@ def read_signs(folder: Path) -> list[Sign]:
 def read_error(folder: Path, rank: int) -> str:
     """Returns the error that ended a rank, if it could note one for its launcher."""
     try:
-        return (folder / f"{rank}.error").read_text(encoding="utf-8")
+        return (folder / f"{rank}.error").read_text()
     except OSError:
         return ""
 

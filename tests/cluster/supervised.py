@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overland.cluster.supervise.events import read_events
 
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.read import open_checkpoint
+from overland.cluster.supervise.events import read_events
 from overland.world.heartbeat import HEARTBEATS, node_name, read_signs
 from tests.cli.processes import TINY, environment, losses, overland
 from tests.cluster.slurm import LIMIT_SECONDS, Slurm, processes_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
@@ -10,14 +12,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from overland.cluster.agent import PIPES, dump, kept_agent, under_watch
 from overland.cluster.supervise.attempt import Watched
 from overland.cluster.supervise.faults import Findings
 from overland.cluster.supervise.watchdog import Watchdog
-
-from overland.cluster.agent import PIPES, dump, kept_agent, under_watch
 from overland.cluster.wire import Switchboard
+from overland.errors import ClusterError, DataError, Kind, OutOfMemoryError
 from overland.processes import state_of
 from overland.world import World
 from overland.world.heartbeat import (
@@ -28,7 +33,9 @@ from overland.world.heartbeat import (
     heartbeat_folder,
     heartbeat_prefix,
     read_signs,
+    reporting,
 )
+from overland.world.last_words import SAYS
 
 WRITER = """
 import sys
@@ -154,7 +161,7 @@ def agents_of(folder: Path) -> list[int]:
             environ = (entry / "environ").read_bytes()
         except OSError:
             continue
-        if command.endswith(b"-m\0overland.tools.jobs.agent\0") and str(folder).encode() in environ:
+        if command.endswith(b"-m\0overland.cluster.agent\0") and str(folder).encode() in environ:
             found.append(int(entry.name))
     return found
 
@@ -222,3 +229,46 @@ def test_the_node_of_the_supervisor_is_not_lost(board: Switchboard) -> None:
     for node in ("n1", "n2"):
         watched.dog.call(node, time.monotonic() - 300)
     assert watched.lost_nodes() == ["n2"]
+
+
+def said_by(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    lines = capsys.readouterr().out.splitlines()
+    return [json.loads(line.removeprefix(SAYS)) for line in lines if line.startswith(SAYS)]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OutOfMemoryError("out of this GPU's memory"), Kind.MEMORY),
+        (ClusterError("rank 2 of 4 did not join within 40 s"), Kind.NETWORK),
+        (DataError("a document is no text"), Kind.DATA),
+        (IndexError("index 99"), Kind.CODE),
+    ],
+)
+def test_the_error_that_ends_a_rank_is_said_once_and_before_it_leaves_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, kind: Kind
+) -> None:
+    """Our own errors have an exit code as well, and are no less an error for it."""
+    env = {HEARTBEATS: str(tmp_path / "beats")}
+    heard_inside = []
+
+    def train() -> None:
+        with under_watch(World(3, 4, 1, 2), env) as beat:
+            with contextlib.suppress(type(error)), reporting(beat):
+                raise error
+            heard_inside.extend(said_by(capsys))
+            raise error
+
+    with pytest.raises(type(error)):
+        train()
+    assert [(said["rank"], said["kind"]) for said in heard_inside] == [(3, kind)]
+    assert said_by(capsys) == []
+
+
+def test_the_end_of_a_command_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = {HEARTBEATS: str(tmp_path / "beats")}
+    with pytest.raises(typer.Exit), under_watch(World(3, 4, 1, 2), env):
+        raise typer.Exit(75)
+    assert said_by(capsys) == []

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from overland.cluster.supervise.faults import Findings
 from typer.testing import CliRunner
 
 from overland.cli.main import app
@@ -25,6 +24,7 @@ from overland.cluster.job import JobRequest, plan_job
 from overland.cluster.script import render_job
 from overland.cluster.site import load_site
 from overland.cluster.submit import next_files, submit, without_slurms_own, write_private
+from overland.cluster.supervise.faults import Findings
 from overland.config.load import load_config
 from overland.config.write import write_config
 from overland.errors import ClusterError

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from overland.tools import wire
+from overland.cluster import wire
 
 from overland.cluster.wire import (
     ADDRESS,

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from overland.cluster.supervise.faults import Findings
 from overland.cluster.supervise.watchdog import GONE_SECONDS, Heard, Watchdog
-
 from overland.cluster.wire import Message, Switchboard, Wire
 from overland.slurm import ask, signal_step
 from overland.world.flight_recorder import FILES, NAME, recorder_settings

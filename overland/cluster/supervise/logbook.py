@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from overland.cluster.supervise.watchdog import Watchdog
-
 from overland.files import replace_file
 from overland.run_folder import ATTEMPTS, LIVE, STOPPED
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from overland.cluster.supervise.faults import HARDWARE, Fault
-
 from overland.errors import Kind
 
 STRIKES = 2  # a node where ranks hung or were killed this often is excluded, if there is a spare

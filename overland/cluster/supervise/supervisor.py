@@ -50,9 +50,8 @@ from overland.cluster.supervise.policy import (
     with_failure,
 )
 from overland.cluster.supervise.roster import Roster
-from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
-
 from overland.cluster.supervise.supervised import Supervised, room_needed
+from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
 from overland.cluster.wire import Switchboard
 from overland.errors import ClusterError, Kind
 from overland.processes import allow_open_files

@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from overland.cluster.supervise.faults import Fault
-
 from overland.errors import Kind
 from overland.processes import STOPPED_STATES
 from overland.words import name_ranks

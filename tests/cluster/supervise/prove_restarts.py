@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from overland.cluster.supervise.policy import Answer, Failure, decide, with_failure
-
 from overland.errors import Kind
 
 Policy = Callable[[Sequence[Failure]], Answer]

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from overland.cluster.supervise.attempt import HANG_UP_SECONDS, Watched
 from overland.cluster.supervise.faults import Findings
 from overland.cluster.supervise.logbook import Logbook
 from overland.cluster.supervise.roster import Roster
+from overland.cluster.supervise.supervised import Supervised
 from overland.cluster.supervise.supervisor import Supervisor
 from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
-
-from overland.cluster.supervise.supervised import Supervised
 from tests.cluster.packages import need
 from tests.cluster.slurm import PROGRAMS, Slurm
 from tests.cluster.supervised import SubmittedRun

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from overland.cluster.supervise.faults import (
     Fault,
     Findings,
     expand_ranks,
     with_recorded_ranks,
 )
-
 from overland.config.errors import ConfigError
 from overland.errors import (
     CheckpointError,

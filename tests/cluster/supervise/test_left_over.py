@@ -6,13 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from overland.cluster.supervise.events import read_events
 from overland.cluster.supervise.faults import Fault
 from overland.cluster.supervise.logbook import Logbook
 from overland.cluster.supervise.roster import Roster
-from overland.cluster.supervise.supervisor import Supervisor
-
 from overland.cluster.supervise.supervised import Supervised
+from overland.cluster.supervise.supervisor import Supervisor
 from overland.errors import Kind
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+
 from overland.cluster.supervise.events import Event
 from overland.cluster.supervise.policy import (
     LONGEST_PAUSE_SECONDS,
@@ -15,7 +16,6 @@ from overland.cluster.supervise.policy import (
     read_streak,
     with_failure,
 )
-
 from overland.config.schema import Health
 from overland.errors import Kind
 from tests.cluster.supervise.prove_restarts import OLD, Rates, chains, first_of_two

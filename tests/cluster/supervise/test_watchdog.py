@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from overland.cluster.supervise.attempt import odd_ranks
 from overland.cluster.supervise.watchdog import FIRST_TIME_SECONDS, Watchdog
-
 from overland.world.heartbeat import Phase, Transfer
 
 Beats = list[list[float | str]]
