@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from overland.cluster import wire
 
+from overland.cluster import wire
 from overland.cluster.wire import (
     ADDRESS,
     KEY,
