@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from overland.apps.evaluation.main import evaluate as evaluate
     from overland.apps.evaluation.model import OpenModel as OpenModel
     from overland.apps.evaluation.model import open_model as load_model
-    from overland.apps.train import Trained as Trained
-    from overland.apps.train import load_config as load_config
-    from overland.apps.train import train as train
     from overland.config.errors import ConfigError as ConfigError
     from overland.config.schema import JobConfig as JobConfig
     from overland.data.loader import build_train_loader as build_train_loader
@@ -53,6 +50,9 @@ if TYPE_CHECKING:
     from overland.parallel.plans import register_plan as register_plan
     from overland.training.callbacks import Callback as Callback
     from overland.training.callbacks import register_callback as register_callback
+    from overland.training.main import Trained as Trained
+    from overland.training.main import load_config as load_config
+    from overland.training.main import train as train
 
 __all__ = [
     "Callback",
@@ -100,13 +100,13 @@ _PLACES = {
     "LazyCheckpoint": "overland.apps.convert.formats",
     "OpenModel": "overland.apps.evaluation.model",
     "OverlandError": "overland.errors",
-    "Trained": "overland.apps.train",
+    "Trained": "overland.training.main",
     "TrainingSet": "overland.apps.dataset",
     "build_train_loader": "overland.data.loader",
     "convert": "overland.apps.convert.convert",
     "evaluate": "overland.apps.evaluation.main",
     "generate": "overland.apps.evaluation.answers",
-    "load_config": "overland.apps.train",
+    "load_config": "overland.training.main",
     "load_model": "overland.apps.evaluation.model:open_model",
     "model_names": "overland.models.registry",
     "open_checkpoint": "overland.apps.convert.formats:open_any",
@@ -121,7 +121,7 @@ _PLACES = {
     "register_source": "overland.data.registry",
     "register_transform": "overland.models.transform",
     "save_model": "overland.apps.convert.save",
-    "train": "overland.apps.train",
+    "train": "overland.training.main",
 }
 
 

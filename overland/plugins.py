@@ -10,6 +10,7 @@ PLUGINS = {
     "dialects": "overland.apps.dialects",  # config files of other trainers
     "formats": "overland.apps.convert.formats",  # checkpoints of any format
     "torch_files": "overland.apps.convert.formats.torch_save",  # pickled, read without running them
+    "samples": "overland.apps.evaluation.sample",  # of the model, before and after training
     "four_files": "overland.apps.convert.four_files",  # checkpoint.full_format = "torch"
 }
 

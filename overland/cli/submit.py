@@ -191,8 +191,8 @@ def load_for_chain(
 ) -> Loaded:
     """Returns the config, checked for a chain of jobs. Only a dry run allows missing files."""
     from overland.checks import load_checked
-    from overland.cli.train import settle_folder
     from overland.errors import ClusterError
+    from overland.training.main import with_fresh_folder
     from overland.training.rehearsal import require_start
 
     source, arguments = split_settings(settings)
@@ -201,7 +201,7 @@ def load_for_chain(
     problems += require_start(loaded)
     for note in [*loaded.notes_at_start(), *(str(p) for p in problems if p.kind != "machine")]:
         print(f"note: {note}", file=sys.stderr)
-    loaded, _ = settle_folder(loaded, arguments)
+    loaded = replace(loaded, config=with_fresh_folder(loaded.config))
     checkpoint = loaded.config.checkpoint
     if wanted.sessions > 1 and not checkpoint.enable:
         raise ClusterError(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +13,6 @@ from overland.run_folder import RunFolder, remove_old_stop
 from overland.world.signals import STOPPED, end_at_signal, say_at_signal
 
 if TYPE_CHECKING:
-    from overland.config.load import Loaded
     from overland.config.schema import JobConfig
     from overland.world import World
     from overland.world.heartbeat import Heartbeat
@@ -77,9 +74,9 @@ def train_here(
     """Trains as one rank of a world, or starts all ranks."""
     from overland.checks import load_checked
     from overland.config.arguments import log_ranks, ngpu
+    from overland.training.main import launch, train_rank, with_fresh_folder
     from overland.world import World
-    from overland.world.devices import memory_state, num_local_ranks
-    from overland.world.launch import launch_local
+    from overland.world.devices import num_local_ranks
     from overland.world.signals import LAUNCHED
 
     def ranks_here(config: JobConfig) -> int:
@@ -93,40 +90,25 @@ def train_here(
             print(f"note: {note}", file=sys.stderr)
     if step := saved_step(loaded.config):
         say_at_signal(f"stopped before the next step; step {step} is saved")
+    config = loaded.config
     if world is None:
-        loaded, arguments = settle_folder(loaded, arguments)
-        folder = RunFolder.of(loaded.config)
+        config = with_fresh_folder(config)
         if not loaded.is_set("job.dump_folder"):
             print(
-                f"note: the run folder is {loaded.config.job.dump_folder}, named after the config; "
+                f"note: the run folder is {config.job.dump_folder}, named after the config; "
                 f"set job.dump_folder to change it",
                 file=sys.stderr,
             )
-        if "SLURM_JOB_ID" not in os.environ and (note := remove_old_stop(folder.root)):
+        root = RunFolder.of(config).root
+        if "SLURM_JOB_ID" not in os.environ and (note := remove_old_stop(root)):
             print(f"note: {note}", file=sys.stderr)
         if num_ranks > 1:
-            words = ["train", *([source] if source else []), *arguments]
-            before = memory_state()
-            code = launch_local(words, num_ranks, printing, folder.logs)
-            if code == 128 + signal.SIGKILL:
-                from overland.apps.train import killed_in_words
-
-                print(killed_in_words(loaded.config, num_ranks, before), file=sys.stderr)
+            code, why = launch(config, num_ranks, printing)
+            if why:
+                print(why, file=sys.stderr)
             raise typer.Exit(code)
-    run_rank(loaded, world or World(), printing, beat)
-
-
-def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[str]]:
-    """Chooses the run folder before ranks are started, and passes it to them as a setting."""
-    from overland.apps.train import in_fresh_folder
-    from overland.run_folder import fresh_folder
-
-    config = loaded.config
-    if config.checkpoint.resume != "none":
-        return loaded, arguments
-    folder = fresh_folder(config.job.dump_folder)
-    arguments = [*arguments, f"job.dump_folder={folder}", "checkpoint.resume=auto"]
-    return replace(loaded, config=in_fresh_folder(config, folder)), arguments
+    if not train_rank(config, world or World(), printing, beat).finished:
+        raise typer.Exit(STOPPED)
 
 
 def saved_step(config: JobConfig) -> int:
@@ -138,11 +120,3 @@ def saved_step(config: JobConfig) -> int:
         return 0
     found = committed(RunFolder.of(config).checkpoints)
     return step_of(found[-1]) if found else 0
-
-
-def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Heartbeat) -> None:
-    """Trains as one rank; exits with `STOPPED` if the run was stopped before its end."""
-    from overland.apps.train import train_rank
-
-    if not train_rank(loaded.config, world, printing, beat).finished:
-        raise typer.Exit(STOPPED)

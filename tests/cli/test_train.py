@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from overland.cli import train
+from overland.training import main
 from overland.world import World, signals
 from overland.world.heartbeat import Heartbeat
 from overland.world.signals import LAUNCHED
@@ -295,7 +297,7 @@ def test_the_first_rank_prints_the_notes_unless_its_launcher_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "mine.txt").write_text("some text\n")
-    monkeypatch.setattr(train, "run_rank", lambda *_: None)
+    monkeypatch.setattr(main, "train_rank", lambda *_: SimpleNamespace(finished=True))
     monkeypatch.delenv(LAUNCHED, raising=False)
     if launcher == "ours":
         monkeypatch.setenv(LAUNCHED, "1")
@@ -318,7 +320,7 @@ def test_a_signal_during_the_start_of_a_resumed_run_says_which_step_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "run_rank", lambda *_: None)
+    monkeypatch.setattr(main, "train_rank", lambda *_: SimpleNamespace(finished=True))
     monkeypatch.setattr(signals, "_words", "nothing is saved")
     train.train_here("quickstart", [], World(), Heartbeat())
     assert signals._words == "nothing is saved"

@@ -36,7 +36,7 @@ TEXTS = ["training.dataset_path=texts.jsonl", "data.holdout=0.2", "data.vocab_si
          "training.local_batch_size=2", "validation.steps=1"]  # fmt: skip
 # What makes data and models of page and notebook small: settings that come before theirs.
 PRELUDE = """
-import json, pathlib, overland, overland.apps.train as run
+import json, pathlib, overland, overland.training.main as run
 texts = [f"def square_{{i}}(): return {{i}} * {{i}}" for i in range(400)]
 lines = "".join(json.dumps({{"text": text}}) + chr(10) for text in texts)
 pathlib.Path("texts.jsonl").write_text(lines)

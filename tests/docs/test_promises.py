@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from overland.cli.common import is_user_error
-from overland.cli.train import settle_folder
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.data.corpus import lay_out
 from overland.data.sources import TextFolder
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.errors import DataError, sentence
+from overland.training.main import with_fresh_folder
 from tests.cli.processes import ROOT
 from tests.docs.pages import blocks
 
@@ -92,10 +92,9 @@ def test_a_run_made_with_resume_none_can_be_resumed_by_its_own_config(tmp_path: 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("")
     words = [f"job.dump_folder={tmp_path}/run", "checkpoint.resume=none"]
-    loaded, arguments = settle_folder(load_config("quickstart", words, env={}), words)
-    for config in (loaded.config, load_config("quickstart", arguments, env={}).config):
-        assert config.job.dump_folder == f"{tmp_path}/run-2"
-        assert config.checkpoint.resume == "auto"
+    config = with_fresh_folder(load_config("quickstart", words, env={}).config)
+    assert config.job.dump_folder == f"{tmp_path}/run-2"
+    assert config.checkpoint.resume == "auto"
 
 
 def test_every_config_on_a_page_is_one_that_loads(tmp_path: Path) -> None:

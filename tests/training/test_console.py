@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from overland.apps.closing import next_commands
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
+from overland.training.closing import next_commands
 from overland.training.console import Pace, line_of, others
 from overland.training.screen import Screen
 from overland.training.status_line import Status, draw, smoothed, sparkline

@@ -290,7 +290,7 @@ def odd_ranks(stacks: Mapping[int, str]) -> list[int]:
 def _main_thread(text: str) -> list[re.Match[str]]:
     """Returns the frames of the training thread, innermost first."""
     threads = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)
-    ours = [thread for thread in threads if "in run_rank" in thread] or threads[-1:]
+    ours = [thread for thread in threads if "in train_rank" in thread] or threads[-1:]
     return list(FRAME.finditer(ours[-1])) if ours else []
 
 

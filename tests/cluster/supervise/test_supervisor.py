@@ -103,7 +103,7 @@ def test_the_rank_that_stopped_is_named_with_its_node(story: SubmittedRun) -> No
     [stacks] = story.root.glob(f"faults/*-{hang['attempt']}/stacks.txt")
     text = stacks.read_text()
     assert "is stopped (SIGSTOP)" in text
-    assert text.count("in run_rank") == story.num_ranks - 1, (
+    assert text.count("in train_rank") == story.num_ranks - 1, (
         "the stacks of all others show where they wait"
     )
 

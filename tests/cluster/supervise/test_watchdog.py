@@ -259,7 +259,7 @@ def test_a_rank_that_waits_for_data_is_named() -> None:
 IN_COLLECTIVE = """Current thread 0x1 (most recent call first):
   File "/env/site-packages/torch/distributed/distributed_c10d.py", line 3001 in all_reduce
   File "/env/overland/parallel/comm.py", line 99 in sum_over
-  File "/env/overland/cli/train.py", line 120 in run_rank
+  File "/env/overland/training/main.py", line 120 in train_rank
 """
 IN_USER_CODE = """Thread 0x2 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 320 in wait
@@ -267,7 +267,7 @@ IN_USER_CODE = """Thread 0x2 (most recent call first):
 Current thread 0x1 (most recent call first):
   File "/home/me/mine.py", line 7 in on_step
   File "/env/overland/training/run.py", line 77 in call
-  File "/env/overland/cli/train.py", line 120 in run_rank
+  File "/env/overland/training/main.py", line 120 in train_rank
 """
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from overland.apps.evaluation.sample import is_chat, samples_in_words
 from overland.objectives.objective import NextToken
+from overland.plugins import plugin
 from overland.run_folder import NOT_SAVED
 from overland.training.validate import LARGEST_LOSS
 from overland.words import command, number_of
 
 if TYPE_CHECKING:
-    from overland.apps.train import Trained
+    from overland.training.main import Trained
     from overland.training.run import Run
 
 BUILT_IN = "stdlib"  # its text is Python code
@@ -37,8 +37,8 @@ def closing(run: Run, result: Trained, is_new: bool) -> str:
             f"next to it."
         )
     parts = [f"\n{first}", table(losses(run, result) | places(run, result))]
-    if run.dataset.tokenizer is not None and (said := samples_in_words(run, run.dataset.tokenizer)):
-        parts.append(said)
+    if run.dataset.tokenizer is not None:
+        parts.append(plugin("samples").samples_in_words(run, run.dataset.tokenizer))
     parts.append(
         "To try next:\n\n" + "".join(f"  {one}\n" for one in next_commands(run, result.step))
     )
@@ -120,7 +120,7 @@ def prompt_words(run: Run) -> tuple[str, str]:
     config, tokenizer = run.config, run.dataset.tokenizer
     assert tokenizer is not None
     asked = config.metrics.sample_prompt
-    if is_chat(config, tokenizer):
+    if plugin("samples").is_chat(config, tokenizer):
         return "--chat", asked or "Who are you?"
     if config.training.dataset == BUILT_IN and not config.training.dataset_path:
         return "--prompt", "class Node:"

@@ -1,6 +1,9 @@
-"""Trains a run from its config to its closing summary, on this machine or as one rank of several.
+"""Trains a run from its config to its closing summary: the one way in of `overland train` and of
+`overland.train`.
 
-`overland train` and `overland.train` both end up here.
+`launch` starts the ranks of this machine, each of which calls `train_rank`, as does a process that
+torchrun, srun or mpirun has started: it joins the others, claims the run folder, builds the run
+(`build.py`) and trains it (`loop.py`); then the weights are exported and the summary is printed.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +24,8 @@ from overland.config.schema import JobConfig
 from overland.config.source import KeyPath
 from overland.config.validate import validate_again
 from overland.errors import Kind, TrainingError
-from overland.run_folder import LOGS, RunFolder, fresh_folder
+from overland.plugins import plugin
+from overland.run_folder import RunFolder, fresh_folder
 from overland.training.history import History
 from overland.words import visible
 from overland.world import World
@@ -121,29 +125,30 @@ def train(
         for note in notes:
             print(visible(f"note: {note}"), file=sys.stderr)
     printing = [] if quiet else [0]
-    if world is None and num_ranks > 1:
-        return _train_on(config, num_ranks, printing)
-    return train_rank(config, world or World(), printing)
+    if world is not None or num_ranks == 1:
+        return train_rank(config, world or World(), printing)
+    config = with_fresh_folder(config)
+    folder = RunFolder.of(config)
+    code, why = launch(config, num_ranks, printing)
+    if code in (0, STOPPED):
+        return trained(folder, finished=code == 0)
+    raise TrainingError(
+        why or f"the ranks ended with exit code {code}; their output is above and in {folder.logs}"
+    )
 
 
-def _train_on(config: JobConfig, num_ranks: int, printing: Collection[int]) -> Trained:
-    """Starts `overland train` on this many ranks, and waits for them."""
+def launch(config: JobConfig, num_ranks: int, printing: Collection[int]) -> tuple[int, str]:
+    """Starts `overland train` on this many processes of this machine, and waits for them. Returns
+    their exit code, and why they were killed if they were."""
     from overland.config.write import write_config
 
-    if config.checkpoint.resume == "none":
-        config = in_fresh_folder(config, fresh_folder(config.job.dump_folder))
-    folder = RunFolder.of(config)
     with tempfile.TemporaryDirectory(prefix="overland-") as place:
         path = Path(place) / "config.toml"
         write_config(config, path, full=True)
         before = memory_state()
-        code = launch_local(["train", str(path)], num_ranks, printing, folder.root / LOGS)
-    if code in (0, STOPPED):
-        return trained(folder, finished=code == 0)
-    why = f"the ranks ended with exit code {code}; their output is above and in {folder.logs}"
-    if code == 128 + signal.SIGKILL:
-        why = killed_in_words(config, num_ranks, before)
-    raise TrainingError(why)
+        code = launch_local(["train", str(path)], num_ranks, printing, RunFolder.of(config).logs)
+    was_killed = code == 128 + signal.SIGKILL
+    return code, killed_in_words(config, num_ranks, before) if was_killed else ""
 
 
 def train_rank(
@@ -180,8 +185,7 @@ def _train_among_ranks(config: JobConfig, world: World, screen: Screen) -> tuple
         if world.is_first and (words := last_wait(logs, world.size)):
             screen.print(f"note: when this run last ended, {words}")
             forget_records(logs)
-        if config.checkpoint.resume == "none":
-            config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))
+        config = with_fresh_folder(config, from_first_rank)
         folder = RunFolder.of(config).root
         with (
             reporting(screen.beat),
@@ -195,8 +199,7 @@ def _train(
     config: JobConfig, world: World, device: torch.device, screen: Screen
 ) -> tuple[Trained, str]:
     """Returns how far the run got and, on the first rank, the closing summary."""
-    from overland.apps.closing import closing
-    from overland.apps.evaluation.sample import SamplesOverTime, sample_start, take_sample
+    from overland.training.closing import closing
     from overland.training.loop import check_last_save, conclude
     from overland.training.loop import train as train_loop
     from overland.training.run import build_run
@@ -207,9 +210,10 @@ def _train(
     is_new = run.progress.step < run.config.training.steps
     if config.job.print_config and world.is_first:
         screen.print(run.folder.config.read_text())
-    sample_start(run)
-    if config.metrics.sample_at_validation:
-        run.callbacks.append(SamplesOverTime(run))
+    samples = plugin("samples")
+    samples.sample_start(run)
+    if run.config.metrics.sample_at_validation:
+        run.callbacks.append(samples.SamplesOverTime(run))
     try:
         finished = train_loop(run)
     finally:  # an error on one rank becomes a signal for the others
@@ -218,7 +222,7 @@ def _train(
     if finished:
         conclude(run)
         beat.enter(Phase.ENDING, doing="writing a sample")
-        take_sample(run)
+        samples.take_sample(run)
     if not world.is_first:
         return Trained(run.folder.root, run.progress.step, finished), ""
     result = trained(run.folder, finished, run.progress.step)
@@ -243,9 +247,15 @@ def trained(folder: RunFolder, finished: bool, step: int | None = None) -> Train
     )
 
 
-def in_fresh_folder(config: JobConfig, folder: str) -> JobConfig:
-    """Returns a config with a new run folder, since `resume = none` never touches an earlier run.
-    From then on it is a run like any other, and its config.toml must resume it."""
+def with_fresh_folder(
+    config: JobConfig, agree: Callable[[str], str] = lambda folder: folder
+) -> JobConfig:
+    """Returns a config with a new run folder for `resume = none`, which never touches an earlier
+    run; all ranks `agree` on it. From then on it is a run like any other, and its config.toml must
+    resume it."""
+    if config.checkpoint.resume != "none":
+        return config
+    folder = agree(fresh_folder(config.job.dump_folder))
     job = config.job.model_copy(update={"dump_folder": folder})
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
     return config.model_copy(update={"job": job, "checkpoint": checkpoint})
