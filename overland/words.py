@@ -89,7 +89,7 @@ def nearest_name(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> s
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for a misspelt name, or all valid names if none is close."""
+    """Returns `; did you mean 'x'?` for a misspelled name, or all valid names if none is close."""
     names = sorted(valid)
     if near := nearest_name(name, names):
         return f"; did you mean '{near}'?"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from overland.data.prepare import Dataset
 
 MARKS = ("⟦", "⟧")
-COLOURS = ("cyan", "yellow", "green", "magenta", "blue")
+COLORS = ("cyan", "yellow", "green", "magenta", "blue")
 MOST_PLACES = 4  # documents that the line above a row names
 
 
@@ -169,7 +169,7 @@ def render(page: dict[str, Any], step: int, marks: bool = False) -> Text:
         if marks and is_chat and bool(counts) != inside:
             inside = bool(counts)
             text.append(MARKS[0] if inside else MARKS[1])
-        style = COLOURS[document % len(COLOURS)] + ("" if counts else " dim")
+        style = COLORS[document % len(COLORS)] + ("" if counts else " dim")
         text.append(visible(word), style=f"{style} reverse" if is_special else style)
     text.append(MARKS[1] if inside else "")
     text.append(f"\n{len(words):,} tokens, {_counted(page, len(shown), marks)}\n", style="bold")

@@ -61,7 +61,7 @@ def check_switches(
 ) -> Iterator[Problem]:
     """Refuses keys of a section that is not enabled: they would have no effect. Says nothing if a
     key of the section was dropped because of an error of its own: it may be the one that enables
-    it, misspelt."""
+    it, misspelled."""
     for section, switches in SWITCHES.items():
         if any(path[0] == section for path in dropped):
             continue

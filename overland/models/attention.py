@@ -78,7 +78,7 @@ def _causal(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tenso
 
 def _dense(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor:
     # On GPUs only the memory-efficient kernel accepts a mask, and it does not support grouped
-    # heads: with enable_gqa, SDPA would fall back to materialising all scores.
+    # heads: with enable_gqa, SDPA would fall back to materializing all scores.
     assert mask.visible_BQK is not None
     group = q_BHSd.shape[1] // k_BKSd.shape[1]
     k_BHSd, v_BHSd = k_BKSd, v_BKSd
@@ -120,7 +120,7 @@ def _varlen(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tenso
 def _block(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Uncompiled flex attention materialises all scores; inside a compiled layer it is traced.
+    # Uncompiled flex attention materializes all scores; inside a compiled layer it is traced.
     attend: Callable[..., Tensor] = flex_attention
     if not torch.compiler.is_compiling():
         attend = _compiled_flex_attention()
@@ -321,7 +321,7 @@ def _block_mask(
 def _block_mask_maker() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # Compiled, because eager evaluation materialises every pair, 16 GB of them at 128k tokens.
+    # Compiled, because eager evaluation materializes every pair, 16 GB of them at 128k tokens.
     return torch.compile(create_block_mask)
 
 

@@ -1,6 +1,6 @@
 """Five axes of devices, from the slowest links to the fastest: pp, dp_replicate, dp_shard, cp, tp.
 
-The order puts tensor parallelism on neighbouring ranks, which launchers place inside one node. The
+The order puts tensor parallelism on neighboring ranks, which launchers place inside one node. The
 same ranks are divided in several ways, each a list of groups of consecutive axes:
 
     parameters    pp, dp_replicate, dp_shard × cp (fsdp), tp     who holds which part of a parameter

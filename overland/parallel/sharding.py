@@ -78,7 +78,7 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, config: JobConf
 
 
 def prefetch(blocks: list[nn.Module]) -> None:
-    """Makes FSDP gather the neighbour of a block while it computes: the next one in the forward
+    """Makes FSDP gather the neighbor of a block while it computes: the next one in the forward
     pass, the previous one in the backward pass."""
     for block, following in itertools.pairwise(blocks):
         assert isinstance(block, FSDPModule)

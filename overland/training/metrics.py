@@ -200,7 +200,7 @@ class TensorBoard(Callback):
 
     def _open(self, run: Run) -> None:
         """Discards what was logged after this step, for both of TensorBoard's readers: the Python
-        reader honours `purge_step`, and the fast one drops data when a step is repeated. If nothing
+        reader honors `purge_step`, and the fast one drops data when a step is repeated. If nothing
         has to be discarded, nothing is repeated."""
         step = run.progress.step
         is_undone = was_undone_after(run.folder.undone_metrics, step)

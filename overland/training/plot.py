@@ -12,7 +12,7 @@ from overland.training.history import History, thinned
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 52, 48
-COLOURS = ("#1f5fa8", "#c8553d", "#3d8b5f", "#7a5195", "#b58900")
+COLORS = ("#1f5fa8", "#c8553d", "#3d8b5f", "#7a5195", "#b58900")
 MOST_POINTS = 2000  # per line: more than the pixels of a screen only makes the file larger
 MOST_DOTS = 60  # a line with at most this many points also marks each of them
 SMALLEST = 1e-300  # distance between two ticks, close to the smallest float64
@@ -56,10 +56,10 @@ def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: s
     ]
     for y in y_ticks:
         left, height = at(x_ticks[0], y)
-        colour = "#999" if y == y_ticks[0] else "#e4e4e4"
+        color = "#999" if y == y_ticks[0] else "#e4e4e4"
         parts.append(
             f'<line x1="{left:.1f}" y1="{height:.1f}" x2="{WIDTH - RIGHT}" y2="{height:.1f}" '
-            f'stroke="{colour}"/><text x="{left - 8:.1f}" y="{height + 4:.1f}" '
+            f'stroke="{color}"/><text x="{left - 8:.1f}" y="{height + 4:.1f}" '
             f'text-anchor="end" fill="#555">{y:g}</text>'
         )
     for x in (tick for tick in x_ticks if tick <= right):
@@ -69,19 +69,19 @@ def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: s
             f'fill="#555">{x:,.12g}</text>'
         )
     for number, (name, points) in enumerate(drawn.items()):
-        colour = COLOURS[number % len(COLOURS)]
+        color = COLORS[number % len(COLORS)]
         places = [at(x, y) for x, y in points]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
         parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2" '
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2" '
             f'stroke-linejoin="round"/>'
         )
         if len(places) <= MOST_DOTS:
-            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>'
+            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{color}"/>'
                       for a, b in places]  # fmt: skip
         parts.append(
             f'<text x="{WIDTH - RIGHT - 6}" y="{TOP + 18 * number + 18}" text-anchor="end" '
-            f'fill="{colour}">{escape(name)}, last {points[-1][1]:.4g}</text>'
+            f'fill="{color}">{escape(name)}, last {points[-1][1]:.4g}</text>'
         )
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(

@@ -20,7 +20,7 @@ KEPT = ("doing", "step", "loss", "left", "sparkline", "speed", "bar", "elapsed",
         "mfu", "memory", "epoch", "others")  # fmt: skip
 SHOWN = ("doing", "bar", "step", "epoch", "loss", "sparkline", "lr", "grad", "speed", "mfu",
          "memory", "others", "elapsed", "left")  # fmt: skip
-COLOURS = {"doing": "cyan", "step": "green", "sparkline": "cyan", "left": "cyan"}
+COLORS = {"doing": "cyan", "step": "green", "sparkline": "cyan", "left": "cyan"}
 
 
 @dataclass
@@ -71,7 +71,7 @@ def draw(status: Status, width: int, is_ascii: bool = False) -> Text:
             share = min(1.0, status.step / max(1, status.steps))
             line.append_text(_bar(share, SHORTEST_BAR + room, is_ascii))
         else:
-            line.append(chosen[name], style=COLOURS.get(name, ""))
+            line.append(chosen[name], style=COLORS.get(name, ""))
     line.truncate(width)
     return line
 
@@ -103,7 +103,7 @@ def _bar(share: float, width: int, is_ascii: bool) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Returns the values as at most `width` bars of eight heights, each the mean of neighbouring
+    """Returns the values as at most `width` bars of eight heights, each the mean of neighboring
     values. Values that are not finite leave a gap."""
     if len(values) < 2:
         return ""

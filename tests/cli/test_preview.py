@@ -96,7 +96,7 @@ def test_a_batch_that_follows_the_devices_is_shown_for_as_many_as_ngpu_says(fold
     assert "shown for 3" in done.stderr
 
 
-def test_a_conversation_shows_what_is_learned_with_and_without_colours() -> None:
+def test_a_conversation_shows_what_is_learned_with_and_without_colors() -> None:
     page = {
         "row": 0, "rows": 1, "tokens": [1, 2, 3, 4, 9],
         "pieces": ["<s>", "a\x1b[2J", "b", "c", "<p>"],
@@ -108,10 +108,10 @@ def test_a_conversation_shows_what_is_learned_with_and_without_colours() -> None
     assert plain[1] == "<s>a\\x1b[2J⟦bc⟧"
     said = "5 tokens, 2 learned (between ⟦ and ⟧), some with weight 0.5, 1 of padding"
     assert plain[2] == said
-    coloured = render(page, 1)
-    assert coloured.plain.splitlines()[1] == "<s>a\\x1b[2Jbc"
-    assert coloured.style == ""  # bold text would not look dim
-    styles = {coloured.plain[span.start : span.end]: str(span.style) for span in coloured.spans}
+    colored = render(page, 1)
+    assert colored.plain.splitlines()[1] == "<s>a\\x1b[2Jbc"
+    assert colored.style == ""  # bold text would not look dim
+    styles = {colored.plain[span.start : span.end]: str(span.style) for span in colored.spans}
     assert (styles["b"], styles["a\\x1b[2J"]) == ("cyan", "cyan dim")
 
 

@@ -69,7 +69,7 @@ class InTerminal(Command):
 
 
 def lines(said: str) -> list[str]:
-    """What was written between two beginnings of a line, without colours."""
+    """What was written between two beginnings of a line, without colors."""
     return [ESCAPES.sub("", line) for line in re.split(r"\r\n|\r|\n", said)]
 
 

@@ -51,7 +51,7 @@ scheduler = "{scheduler}"
 modules = [{put("modules", otherwise="rocm/7")}]
 [environment]
 # Why.
-COLOUR = {put("environment", otherwise="red")}
+COLOR = {put("environment", otherwise="red")}
 [slurm]
 devices_per_node = 2
 gpu_bind = {put("slurm", "gpu_bind", otherwise="closest")}

@@ -20,7 +20,7 @@ from tests.comparison.mistakes import MISTAKES, Mistake
 Results = list[dict[str, Any]]
 NEEDS_GPU = ("torchtitan", "axolotl")
 """Trainers whose training was not started here."""
-KEYS = ("misspelt key", "key in the wrong section", "key of another trainer")
+KEYS = ("misspelled key", "key in the wrong section", "key of another trainer")
 """What is decided where the file is read: nothing looks at such a key later."""
 
 

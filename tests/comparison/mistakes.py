@@ -28,7 +28,7 @@ def for_hf(**settings: Any) -> dict[str, Settings]:
 
 MISTAKES = (
     Mistake(
-        "misspelt key",
+        "misspelled key",
         ("learning_ratee|optimizer.lrr|optimizer|lrr|matrix.lrr",),
         "learning_rate|optimizer.lr|matrix-lr",
         {

@@ -18,7 +18,7 @@ class Broken:
 
 BROKEN = [
     Broken(
-        "A misspelt key",
+        "A misspelled key",
         "[training]\nsteps = 100\nseq_lenn = 2048\n",
         "run.toml:3: training.seq_lenn = 2048: unknown key; did you mean training.seq_len?",
     ),
@@ -50,7 +50,7 @@ BROKEN = [
         arguments=("grad_accum=4",),
     ),
     Broken(
-        "A misspelt section",
+        "A misspelled section",
         '[job]\ndescription = "a test"\n\n[trainning]\nsteps = 100\nseq_len = 512\n',
         "run.toml:4: [trainning]: unknown section; did you mean [training]?",
     ),
@@ -110,7 +110,7 @@ BROKEN = [
         "./data/c4` fetches it, or set data.datasets.c4 or training.dataset_path to a folder",
     ),
     Broken(
-        "A misspelt dataset",
+        "A misspelled dataset",
         '[training]\ndataset = "stdlb"\n',
         'run.toml:2: training.dataset = "stdlb": no such dataset; expected stdlib, stdlib_heldout, '
         'docstrings, random, shapes, shapes_heldout or a folder in ./data; did you mean "stdlib"?',

@@ -352,7 +352,7 @@ BAD_DATASETS = {
     "type: chat_template, roles: {assistant: [narrator]}": "roles: narrator is not a known role",
     "type: chat_template, message_property_mappings: {role: who}": "expected role and content",
     "type: chat_template, split: 'train[:10%]'": "slices of a split are not supported",
-    "type: chat_template, colour: red": "colour: unknown key",
+    "type: chat_template, color: red": "color: unknown key",
     "type: chat_template, conversation: vicuna": "conversation: unknown key",
     "type: sharegpt, conversation: vicuna": 'chat_template = "vicuna": this template is built into',
 }

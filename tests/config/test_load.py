@@ -269,7 +269,7 @@ def test_a_key_of_the_training_data_is_looked_for_in_training(write) -> None:
 
 
 def test_a_switch_with_an_error_has_no_consequences(write) -> None:
-    for key in ("rank", "rnak"):  # a wrong value, and a misspelt key
+    for key in ("rank", "rnak"):  # a wrong value, and a misspelled key
         words = [f"lora.{key}=-1", "lora.alpha=16", "lora.dropout=0.1"]
         with pytest.raises(ConfigError) as caught:
             config_of(write(""), *words)

@@ -21,7 +21,7 @@ def test_one_index_is_placed_as_it_is_among_all() -> None:
     assert [int(permute([i], 500, "k")[0]) for i in range(500)] == list(together)
 
 
-def test_neighbours_end_up_far_apart() -> None:
+def test_neighbors_end_up_far_apart() -> None:
     places = permute(np.arange(100_000), 100_000, "k")
     assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.02
     assert abs(np.corrcoef(places, np.arange(100_000))[0, 1]) < 0.02

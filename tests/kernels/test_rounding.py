@@ -11,7 +11,7 @@ COUNT = torch.tensor(7.0)
 
 
 @pytest.mark.parametrize("value", [1.0 + 2**-9, -3.0 - 2**-7 / 3, 1e-20, 255.9])
-def test_a_number_becomes_its_neighbours_as_often_as_it_is_near_them(value: float) -> None:
+def test_a_number_becomes_its_neighbors_as_often_as_it_is_near_them(value: float) -> None:
     wide = torch.full((1 << 17,), value)
     for bits in (
         random_bits(wide.numel(), COUNT, 0) & 0xFFFF,

@@ -128,8 +128,8 @@ def test_layernorm_is_a_switch_of_the_decoder() -> None:
     x_BSD = torch.randn(2, 3, layer.hidden_size) + 1
     block = model.model.layers["0"]
     for norm in (block.input_layernorm, block.post_attention_layernorm, model.model.norm):
-        centred = x_BSD - x_BSD.mean(-1, keepdim=True)
-        expected = centred / (centred.square().mean(-1, keepdim=True) + layer.rms_norm_eps).sqrt()
+        centered = x_BSD - x_BSD.mean(-1, keepdim=True)
+        expected = centered / (centered.square().mean(-1, keepdim=True) + layer.rms_norm_eps).sqrt()
         torch.testing.assert_close(norm(x_BSD), expected)
     assert DecoderConfig.from_hf(layer.to_hf()) == layer
     with pytest.raises(CheckpointError, match="cannot be exported to Hugging Face"):

@@ -31,7 +31,7 @@ def test_numbers_are_standard_normal() -> None:
     assert 4.3 < x.abs().max() < 6.8
 
 
-def test_neighbours_names_and_seeds_are_independent() -> None:
+def test_neighbors_names_and_seeds_are_independent() -> None:
     x = numbers(1000, 1000).flatten().double()
     others = [
         x.roll(1),

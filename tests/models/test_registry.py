@@ -100,7 +100,7 @@ def test_causal_flops_see_the_window() -> None:
     assert causal_flops_per_token(config, 16) == dense + per_key * visible
 
 
-def test_misspelt_names_are_answered_with_the_nearest() -> None:
+def test_misspelled_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(ModelError, match="no model 'lama3'; did you mean 'llama3'"):
         resolve_config("lama3", "8B")
     with pytest.raises(ModelError, match="has no flavor '8b'; did you mean '8B'"):

@@ -61,10 +61,10 @@ def test_a_falling_loss_is_drawn_falling_inside_the_frame() -> None:
     assert "a <title>" in texts(svg)
 
 
-def test_several_lines_have_their_names_and_colours() -> None:
+def test_several_lines_have_their_names_and_colors() -> None:
     svg = draw(one=[(0, 1.0), (1, 2.0)], two=[(0, 2.0), (1, 1.0)])
-    colours = [line.attrib["stroke"] for line in svg.iter(f"{SVG}polyline")]
-    assert len(set(colours)) == 2
+    colors = [line.attrib["stroke"] for line in svg.iter(f"{SVG}polyline")]
+    assert len(set(colors)) == 2
     assert {"one, last 2", "two, last 1"} <= set(texts(svg))
 
 

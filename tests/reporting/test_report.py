@@ -411,7 +411,7 @@ def test_runs_of_different_lengths_share_their_axes(tmp_path: Path) -> None:
     assert [one.name for one in found] == ["a/run", "b/run"]
     (chart,) = [one for one in charts_of(found) if one.id == "grad_norm"]
     assert [one.steps[-1] for one in chart.lines] == [300, 40]
-    assert len({one.colour for one in chart.lines}) == 2
+    assert len({one.color for one in chart.lines}) == 2
     page = build_page(found)
     assert "2 runs side by side" in page
     assert page.count('data-chart="loss"') == 1

@@ -420,10 +420,10 @@ def test_durations_in_words() -> None:
     ]  # fmt: skip
 
 
-def test_every_state_has_a_word_and_a_colour() -> None:
-    from overland.apps.watch.view import COLOURS
+def test_every_state_has_a_word_and_a_color() -> None:
+    from overland.apps.watch.view import COLORS
 
-    assert set(COLOURS) == set(watching.STATES)
+    assert set(COLORS) == set(watching.STATES)
 
 
 def test_the_step_is_that_of_the_newest_checkpoint_if_less_is_logged(tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ class File:
         self.draft.refuse((key,), entry or self.first, reason)
 
     def lacks(self, key: str, entry: Entry | None, reason: str) -> None:
-        """Reports that another key is missing, unless it may be there under a misspelt name or with
-        a value of the wrong type, which is reported instead."""
+        """Reports that another key is missing, unless it may be there under a misspelled name or
+        with a value of the wrong type, which is reported instead."""
         source = entry or self.first
         self.lacking.append(Problem(reason, source.where, key, source.value))
 

@@ -4,7 +4,7 @@ copies      each rank has the whole model and evaluates its own documents; ranks
             at the end
 sharded     parameters are sharded over the ranks (FSDP), which evaluate their own documents but
             run every forward pass together
-tensor      neighbouring ranks split each matrix and evaluate the same documents
+tensor      neighboring ranks split each matrix and evaluate the same documents
 """
 
 from __future__ import annotations

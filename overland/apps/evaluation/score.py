@@ -1,7 +1,7 @@
 """Log-likelihoods of continuations, with shared prefixes computed only once.
 
 A sequence is a context and its continuation. When sorted, sequences with a common prefix are
-neighbours: the answers to a question, and all questions after the same examples. They are packed
+neighbors: the answers to a question, and all questions after the same examples. They are packed
 into one row as a tree, depth first:
 
     question | answer A | answer B | another question | its answer A | …

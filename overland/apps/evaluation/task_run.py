@@ -130,7 +130,7 @@ def end_children_silently() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides the harness's progress bars in favour of ours, and keeps its output away from the
+    """Hides the harness's progress bars in favor of ours, and keeps its output away from the
     results on stdout."""
     from tqdm import tqdm
 

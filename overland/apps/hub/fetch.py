@@ -214,7 +214,7 @@ def subset_of(
     subsets: Sequence[str | None], repo: Repo, commit: str, files: dict[str, HubFile]
 ) -> list[str]:
     """Returns the files of the subsets, according to the README or the folders. The README is read
-    before anything is written, so a misspelt name leaves nothing behind."""
+    before anything is written, so a misspelled name leaves nothing behind."""
     from overland.data.sources.huggingface import subset_files
     from overland.errors import DataError
 

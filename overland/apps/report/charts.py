@@ -22,17 +22,17 @@ MOST_ODD = 200  # marks of non-finite values, per line
 MOST_LOST = 200  # sessions that lost steps
 MANY = 2000  # points of a line
 SMOOTH = ("lr", "memory_gib", "skipped_documents")
-LOST = -1  # has its own colour
+LOST = -1  # has its own color
 MOST_OTHERS = 12  # charts of metrics that not every run has
 
 
 @dataclass
 class Line:
-    """One line of a chart. `colour` is an index into the palette; `kind` is how it is drawn."""
+    """One line of a chart. `color` is an index into the palette; `kind` is how it is drawn."""
 
     name: str
     run: int
-    colour: int
+    color: int
     kind: str
     """raw, mean, trend, curve, points or lost."""
     steps: Numbers
@@ -41,7 +41,7 @@ class Line:
     """Steps with a non-finite value."""
     is_shown: bool = True
     dash: int = 0
-    """Dash pattern, to distinguish lines of the same colour."""
+    """Dash pattern, to distinguish lines of the same color."""
     session: int | None = None
     """The session whose steps were lost."""
 
@@ -66,7 +66,7 @@ class Chart:
                 {
                     "name": line.name,
                     "run": line.run,
-                    "colour": line.colour,
+                    "color": line.color,
                     "kind": line.kind,
                     "shown": line.is_shown,
                     "dash": line.dash,
@@ -140,16 +140,16 @@ def _loss(runs: Sequence[RunReport]) -> Chart:
     chart = Chart("loss", "Training loss", note=_bins_in_words(fine, coarse))
     several = len(runs) > 1
     for number, run in enumerate(runs):
-        colour = number if several else 0
+        color = number if several else 0
         prefix = f"{run.name}: " if several else ""
         steps, losses = run.lines.logged.points("loss")
         odd = _odd(run.lines.logged, "loss")
-        raw = Line(f"{prefix}each step logged", number, colour, "raw", steps, losses, odd,
+        raw = Line(f"{prefix}each step logged", number, color, "raw", steps, losses, odd,
                    not several)  # fmt: skip
         mean = Line(
-            f"{prefix}mean of {fine:,} steps", number, colour, "mean", *means(steps, losses, fine)
+            f"{prefix}mean of {fine:,} steps", number, color, "mean", *means(steps, losses, fine)
         )
-        trend = Line(f"{prefix}mean of {coarse:,} steps", number, colour if several else 1, "trend",
+        trend = Line(f"{prefix}mean of {coarse:,} steps", number, color if several else 1, "trend",
                      *means(steps, losses, coarse), is_shown=not several)  # fmt: skip
         chart.lines += [raw, *([mean] if fine > 1 else ()), *([trend] if coarse > 1 else ())]
         if not several or fine == 1:
@@ -205,7 +205,7 @@ def _held_out(runs: Sequence[RunReport]) -> list[Chart]:
             line = Line(label, number, len(chart.lines), "points", steps, values, odd)
             if len(runs) > 1:
                 mine = [one for one in chart.lines if one.run == number]
-                line.colour, line.dash = number, len(mine)
+                line.color, line.dash = number, len(mine)
             chart.lines.append(line)
     return list(charts.values())
 
@@ -270,7 +270,7 @@ def _scores(runs: Sequence[RunReport]) -> list[Chart]:
             values = np.array([one.value for one in mine])
             line = Line(label, number, len(chart.lines), "points", steps, values)
             if len(runs) > 1:
-                line.dash, line.colour = sum(one.run == number for one in chart.lines), number
+                line.dash, line.color = sum(one.run == number for one in chart.lines), number
             chart.lines.append(line)
     return list(charts.values())[:MOST_OTHERS]
 

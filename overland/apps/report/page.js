@@ -5,7 +5,7 @@
   const NS = "http://www.w3.org/2000/svg";
   const M = { left: 58, right: 10, top: 8, bottom: 26 };
   const WIDTHS = { raw: 1, mean: 1.6, trend: 2.6, curve: 1.4, points: 1.8, lost: 1.3 };
-  const COLOURS = 7, DOTS = 60, PALE = 0.38;
+  const COLORS = 7, DOTS = 60, PALE = 0.38;
   const DASHES = ["none", "7 4", "2 3", "9 3 2 3"];
   // Peaks are cut off if this share of a line's points (a validation has few), and at least one, takes up this much of the range.
   const TAIL = 0.001, TAIL_OF_FEW = 0.1, MUCH = 3;
@@ -121,8 +121,8 @@
     key(line) { return `${this.chart.id}|${line.name}`; }
     hidden(line) { return off.get(this.key(line)) ?? !line.shown; }
     get visible() { return this.chart.lines.filter((line) => !this.hidden(line)); }
-    colour(line) { return line.colour < 0 ? "var(--lost)" : `var(--c${line.colour % COLOURS})`; }
-    dash(line) { return line.kind === "lost" ? "2 3" : DASHES[(line.dash + Math.max(0, Math.floor(line.colour / COLOURS))) % DASHES.length]; }
+    color(line) { return line.color < 0 ? "var(--lost)" : `var(--c${line.color % COLORS})`; }
+    dash(line) { return line.kind === "lost" ? "2 3" : DASHES[(line.dash + Math.max(0, Math.floor(line.color / COLORS))) % DASHES.length]; }
 
     names() {
       const done = new Set();
@@ -130,7 +130,7 @@
         if (done.has(line.name)) continue;
         done.add(line.name);
         const sign = svg("svg", { viewBox: "0 0 18 8", "aria-hidden": "true" },
-          svg("path", { d: "M0 4H18", stroke: this.colour(line), "stroke-width": Math.min(3, WIDTHS[line.kind] + 0.6), "stroke-dasharray": this.dash(line), opacity: line.kind === "raw" ? PALE : 1 }));
+          svg("path", { d: "M0 4H18", stroke: this.color(line), "stroke-width": Math.min(3, WIDTHS[line.kind] + 0.6), "stroke-dasharray": this.dash(line), opacity: line.kind === "raw" ? PALE : 1 }));
         const button = html("button", { type: "button", "aria-pressed": String(!this.hidden(line)) }, sign, line.name);
         button.addEventListener("click", () => {
           off.set(this.key(line), !this.hidden(line));
@@ -211,7 +211,7 @@
         if (!found.has(column) || line.values[i] > line.values[found.get(column)]) found.set(column, i);
       }
       for (const i of found.values())
-        this.svg.append(svg("path", { class: "cut", d: `M${this.x(line.steps[i]).toFixed(1)} ${M.top - 8}l-4 7h8z`, fill: this.colour(line) },
+        this.svg.append(svg("path", { class: "cut", d: `M${this.x(line.steps[i]).toFixed(1)} ${M.top - 8}l-4 7h8z`, fill: this.color(line) },
           svg("title", {}, `step ${grouped(line.steps[i])}: ${words(line.values[i], this.chart.form)}`)));
     }
 
@@ -227,13 +227,13 @@
 
     drawLine(line, log) {
       const path = this.path(line, log);
-      const style = { fill: "none", stroke: this.colour(line), "stroke-width": WIDTHS[line.kind], "stroke-linejoin": "round", "stroke-dasharray": this.dash(line), opacity: line.kind === "raw" ? PALE : 1 };
+      const style = { fill: "none", stroke: this.color(line), "stroke-width": WIDTHS[line.kind], "stroke-linejoin": "round", "stroke-dasharray": this.dash(line), opacity: line.kind === "raw" ? PALE : 1 };
       this.svg.append(svg("path", { d: path, class: "line", "data-line": line.name, ...style }));
       const [from, to] = this.between(line);
       if (to - from <= (line.kind === "lost" ? 1 : DOTS) && (line.kind !== "curve" || to - from === 1))
         for (let i = from; i < to; i++)
           if (!log || line.values[i] > 0)
-            this.svg.append(svg("circle", { cx: this.x(line.steps[i]).toFixed(1), cy: this.y(line.values[i]).toFixed(1), r: line.kind === "raw" ? 1.5 : 2.4, fill: this.colour(line) }));
+            this.svg.append(svg("circle", { cx: this.x(line.steps[i]).toFixed(1), cy: this.y(line.values[i]).toFixed(1), r: line.kind === "raw" ? 1.5 : 2.4, fill: this.color(line) }));
       if (this.top < Infinity && line.kind !== "mean" && line.kind !== "trend") this.drawCut(line);
       for (const [step, what] of line.odd)
         if (step >= this.first && step <= this.last)
@@ -341,7 +341,7 @@
         const away = Math.abs(line.steps[i] - step);
         if (away > (this.last - this.first) / 30 && away > 0.5) continue;
         const value = line.values[i];
-        this.over.append(svg("circle", { cx: this.x(line.steps[i]), cy: this.y(value), r: 3.5, fill: this.colour(line), stroke: "var(--paper)", "stroke-width": 1.5 }));
+        this.over.append(svg("circle", { cx: this.x(line.steps[i]), cy: this.y(value), r: 3.5, fill: this.color(line), stroke: "var(--paper)", "stroke-width": 1.5 }));
         const where = line.session !== null ? ` (session ${line.session})` : away > 0.5 && line.kind !== "mean" && line.kind !== "trend" ? ` (step ${grouped(line.steps[i])})` : "";
         rows.push(html("div", { "data-line": line.name, "data-value": value }, html("span", {}, line.name + where), html("span", {}, words(value, this.chart.form))));
       }

@@ -35,7 +35,7 @@ MOST_SESSIONS = 200
 MOST_HAPPENINGS = 200
 TOLD = ("fault", "killed", "failed", "rewind", "message", "preflight", "straggler", "stall",
         "agent")  # fmt: skip
-COLOURS: dict[str, str | int] = {
+COLORS: dict[str, str | int] = {
     "compute": 0,
     "data": 4,
     "validation": 2,
@@ -317,7 +317,7 @@ def where_time_went(run: RunReport, level: str) -> str:
     if not goodput.in_sessions:
         return ""
     order = [(use, words, goodput.parts[use]) for use, words in PARTS.items()]
-    drawn = stacked_bar([(words, value, COLOURS[use]) for use, words, value in order])
+    drawn = stacked_bar([(words, value, COLORS[use]) for use, words, value in order])
     rows = []
     for use, words, seconds in order:
         share = seconds / goodput.in_sessions
@@ -443,13 +443,13 @@ def table(
     heads: Cells, rows: Sequence[Cells], head_columns: int = 0, words: Sequence[int] = ()
 ) -> str:
     """Returns an HTML table. Columns of numbers are right-aligned, those in `words` left-aligned. A
-    cell "\\0USE" becomes a patch in the colour of that use of time."""
+    cell "\\0USE" becomes a patch in the color of that use of time."""
 
     def cell(number: int, content: str, tag: str = "td") -> str:
         is_left = number in words or (head_columns and number < head_columns)
         side = ' class="left"' if is_left else ""
         if content.startswith("\0") and tag == "td":
-            patch = f'<rect width="12" height="12" rx="3" fill="{in_page(COLOURS[content[1:]])}"/>'
+            patch = f'<rect width="12" height="12" rx="3" fill="{in_page(COLORS[content[1:]])}"/>'
             return (
                 f'<td><svg class="patch" viewBox="0 0 12 12" aria-hidden="true">{patch}</svg></td>'
             )

@@ -1,5 +1,5 @@
-"""Draws charts and the timeline as SVG. Standalone files have fixed colours, for papers and
-programs without style sheets; in a page they use the page's colours, light or dark."""
+"""Draws charts and the timeline as SVG. Standalone files have fixed colors, for papers and
+programs without style sheets; in a page they use the page's colors, light or dark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from overland.apps.report.thin import thinned
 from overland.training.plot import ticks
 from overland.words import visible
 
-# The colour-blind-safe palette of Okabe and Ito, without black and yellow.
+# The color-blind-safe palette of Okabe and Ito, without black and yellow.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d46")
 NAMED = {
     "ink": "#1c1d1f",
@@ -40,7 +40,7 @@ Paint = Callable[[str | int], str]
 
 
 def in_page(name: str | int) -> str:
-    """Returns a colour as a variable of the page's style sheet."""
+    """Returns a color as a variable of the page's style sheet."""
     return f"var(--{name})" if isinstance(name, str) else f"var(--c{name % len(PALETTE)})"
 
 
@@ -48,8 +48,8 @@ def alone(name: str | int) -> str:
     return NAMED[name] if isinstance(name, str) else PALETTE[name % len(PALETTE)]
 
 
-def colour_of(line: Line, paint: Paint) -> str:
-    return paint("lost") if line.colour == LOST else paint(line.colour)
+def color_of(line: Line, paint: Paint) -> str:
+    return paint("lost") if line.color == LOST else paint(line.color)
 
 
 def chart_svg(chart: Chart, paint: Paint = alone) -> str:
@@ -82,26 +82,26 @@ def chart_svg(chart: Chart, paint: Paint = alone) -> str:
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "step", paint("muted"), "middle"))
     across, named = float(LEFT), set()
     for line, steps, values in shown:
-        colour = colour_of(line, paint)
-        parts.append(_path(line, x_of(steps), y_of(values), colour))
+        color = color_of(line, paint)
+        parts.append(_path(line, x_of(steps), y_of(values), color))
         if line.name not in named and across < WIDTH - 60:
             named.add(line.name)
-            parts.append(_text(across, 44, f"— {line.name}", colour, size=12))
+            parts.append(_text(across, 44, f"— {line.name}", color, size=12))
             across += 26 + 6.6 * len(line.name)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _path(line: Line, x: Numbers, y: Numbers, colour: str) -> str:
+def _path(line: Line, x: Numbers, y: Numbers, color: str) -> str:
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
     faint = {"raw": ' opacity="0.35"', "lost": ' stroke-dasharray="2 2"'}.get(line.kind, "")
     faint += f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash else ""
     drawn = (
-        f'<polyline points="{points}" fill="none" stroke="{colour}"{faint} '
+        f'<polyline points="{points}" fill="none" stroke="{color}"{faint} '
         f'stroke-width="{WIDTHS[line.kind]}" stroke-linejoin="round"/>'
     )
     if len(x) <= MOST_DOTS and line.kind in ("points", "mean", "trend"):
         drawn += "".join(
-            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" fill="{colour}"/>'
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" fill="{color}"/>'
             for a, b in zip(x.tolist(), y.tolist(), strict=True)
         )
     return drawn
@@ -135,7 +135,7 @@ def timeline_svg(report: RunReport, paint: Paint = alone) -> str:
             parts.append(_text(LEFT - 8, y_of(step) + 4, words, paint("muted"), "end"))
     for session in sessions:
         parts += _band(session, x_of, top, height - bottom, paint)
-    for columns, colour, stroke in (
+    for columns, color, stroke in (
         (report.lines.lost, paint("lost"), ' stroke-dasharray="3 2"'),
         (report.lines.logged, paint(0), ""),
     ):
@@ -145,7 +145,7 @@ def timeline_svg(report: RunReport, paint: Paint = alone) -> str:
             drawn = " ".join(f"{x_of(t):.1f},{y_of(s):.1f}" for t, s in points)
             if drawn:
                 parts.append(
-                    f'<polyline points="{drawn}" fill="none" stroke="{colour}"{stroke} '
+                    f'<polyline points="{drawn}" fill="none" stroke="{color}"{stroke} '
                     'stroke-width="2" stroke-linejoin="round" stroke-linecap="round"/>'
                 )
     parts += _marks(report, x_of, height - bottom, paint)
@@ -207,15 +207,15 @@ def _marks(
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str | int]], paint: Paint = in_page) -> str:
-    """Draws a stacked bar of parts, each with a name, a number and a colour."""
+    """Draws a stacked bar of parts, each with a name, a number and a color."""
     total = sum(value for _, value, _ in parts) or 1.0
     drawn, across = [], 0.0
-    for name, value, colour in parts:
+    for name, value, color in parts:
         width = value / total * 1000
         if width > 0:
             drawn.append(
                 f'<rect x="{across:.2f}" y="0" width="{max(width - 1.5, 0.5):.2f}" height="26" '
-                f'fill="{paint(colour)}"><title>{escape(name)} {value / total:.1%}</title></rect>'
+                f'fill="{paint(color)}"><title>{escape(name)} {value / total:.1%}</title></rect>'
             )
         across += width
     words = ", ".join(f"{name} {value / total:.1%}" for name, value, _ in parts)
@@ -242,17 +242,15 @@ def _open(width: float, height: float, title: str, paint: Paint) -> str:
     )
 
 
-def _text(
-    x: float, y: float, words: str, colour: str, anchor: str = "start", size: int = 13
-) -> str:
+def _text(x: float, y: float, words: str, color: str, anchor: str = "start", size: int = 13) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
-        f'fill="{colour}">{escape(visible(words))}</text>'
+        f'fill="{color}">{escape(visible(words))}</text>'
     )
 
 
-def _rule(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
+def _rule(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
     return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" '
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" '
         'stroke-width="1"/>'
     )

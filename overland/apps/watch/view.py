@@ -15,7 +15,7 @@ from overland.apps.watch.watch import STATES, RunStatus, transferred
 from overland.training.history import thinned
 from overland.words import duration, number_of
 
-COLOURS = {
+COLORS = {
     "training": "green",
     "finished": "green",
     "starting": "cyan",
@@ -54,12 +54,12 @@ def draw(seen: RunStatus, width: int, curve_height: int = 10) -> RenderableType:
 
 
 def headline(seen: RunStatus) -> Text:
-    colour = COLOURS[seen.state]
-    text = Text.assemble((f"● {STATES[seen.state]}", f"bold {colour}"))
+    color = COLORS[seen.state]
+    text = Text.assemble((f"● {STATES[seen.state]}", f"bold {color}"))
     if seen.state == "silent" and seen.last_sign:
-        text.append(f" since {moment(seen.last_sign, seen.time)}", style=colour)
+        text.append(f" since {moment(seen.last_sign, seen.time)}", style=color)
     if seen.because:
-        text.append(f": {seen.because}", style=colour)
+        text.append(f": {seen.because}", style=color)
     text.append(f"   {seen.run}", style="bold")
     if seen.description:
         text.append(f"   {seen.description}", style="dim")

@@ -22,7 +22,7 @@ RATES = ("_tflops", "_gb_per_s")
 FEWEST = 3  # a median of fewer values means nothing
 
 # A task's own context takes up to 1 GiB, and the driver reserves another; what an earlier job left
-# behind, or an unexpected neighbour, takes more.
+# behind, or an unexpected neighbor, takes more.
 IDLE_GIB = 4.0
 # Compilers' caches alone write hundreds of MiB; a log that cannot grow ends a run.
 FREE_GIB = 1.0
