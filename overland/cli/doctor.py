@@ -22,7 +22,7 @@ def doctor(
     site: Annotated[
         str | None,
         typer.Option(
-            help="Name or file of a site, to check what it needs.", autocompletion=complete_site
+            help="Site name or file, to check what it needs.", autocompletion=complete_site
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

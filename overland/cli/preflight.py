@@ -31,7 +31,7 @@ def preflight(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Skip process groups and, on CPUs, torch.")
+        bool, typer.Option("--quick", help="Skip collective tests and, on CPU nodes, torch.")
     ] = False,
     task: Annotated[bool, typer.Option("--task", hidden=True)] = False,
 ) -> None:

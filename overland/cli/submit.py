@@ -42,7 +42,7 @@ def submit(
     site: Annotated[
         str | None,
         typer.Option(
-            help="Name or file of a site; alone, lists the sites.", autocompletion=complete_site
+            help="Site name or file; with no value, lists sites.", autocompletion=complete_site
         ),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Nodes to train on.", min=1)] = 1,
@@ -334,9 +334,7 @@ def with_packed_python(site: NamedSite, wanted: JobRequest) -> JobRequest:
 def env(
     site: Annotated[
         str | None,
-        typer.Argument(
-            help="Name or file of a site.", show_default=False, autocompletion=complete_site
-        ),
+        typer.Argument(help="Site name or file.", show_default=False, autocompletion=complete_site),
     ] = None,
     job: Annotated[
         bool,

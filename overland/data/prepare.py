@@ -350,8 +350,8 @@ def check_still_there(plan: Plan, sources: Collection[str]) -> None:
     missing = [name for name in plan.sources if name not in sources]
     if missing and plan.mixture == "rows":  # the current window may have documents of it
         raise DataError(
-            f"the data source {missing[0]} is part of this run: keep it in the config, with "
-            f"weight = 0 to read nothing more from it"
+            f"the data source {missing[0]} was used by this run; keep it in the config (weight = 0 "
+            "stops reading it)"
         )
 
 

@@ -115,7 +115,7 @@ def refuse_unknown(hf: dict[str, Any], model_type: str, where: str) -> None:
             raise ModelError(f"{where}: {name} is not supported: {_REASONS[name]}")
         raise ModelError(
             f"{where}: key '{name}' = {_short(value)} is not known for model_type '{model_type}' "
-            "and might change the mathematics"
+            "and may change what the model computes"
         )
 
 

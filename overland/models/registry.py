@@ -220,7 +220,7 @@ def _config_from_file(entry: ModelEntry, path: str | Path) -> Any:
     if kinds and found not in kinds:
         raise ModelError(
             f"model '{entry.name}' was asked for, but {path} has model_type '{found}'; "
-            "name = 'hf' takes any supported one"
+            "use name = 'hf' to accept any supported model_type"
         )
     return config
 

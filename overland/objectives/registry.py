@@ -78,7 +78,7 @@ def _wrong(objective: object) -> str:
         if isinstance(names, str) or len({*names}) < len(names):
             return f"has {key} = {names!r}, which must be a tuple of different names"
     if taken := first_taken(objective.metrics):
-        return f"cannot log a metric as '{taken}', which has another meaning: rename it"
+        return f"cannot log a metric as '{taken}', which is reserved; choose another name"
     if given := [one for one in objective.passes if one.endswith(("_B", "_BS"))]:
         return f"has a pass named {given[0]}, like a field of the data: name it {given[0]}_Bk"
     return ""

@@ -40,7 +40,7 @@ def verify_hashes(written: LazyCheckpoint, sent: Sent, done: Callable[[int], Non
         if lazy is None and name == MODEL + HEAD:  # omitted if tied to the embedding
             lazy = written.tensors.get(MODEL + EMBEDDING)
         if lazy is None:
-            raise CheckpointError(f"{name} is missing in what was written; {_AGAIN}")
+            raise CheckpointError(f"the output is missing {name}; {_AGAIN}")
         if lazy.shape != shape or lazy.dtype != dtype or digest(lazy.load()) != wanted:
             raise CheckpointError(f"{name} reads back differently than written; {_AGAIN}")
         done(lazy.nbytes)
