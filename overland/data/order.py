@@ -150,8 +150,8 @@ class Counts:
         if windows > MOST_CALLS * self._at_once:
             epochs = (self._known + windows) // self._per_epoch
             raise DataError(
-                f"this step is about {epochs:,} epochs into the data, too far ahead to locate: choose "
-                "an earlier step"
+                f"this step is about {epochs:,} epochs into the data, too far ahead to locate: "
+                "choose an earlier step"
             )
 
     def _extend(self) -> None:

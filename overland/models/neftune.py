@@ -29,8 +29,8 @@ class Neftune(Transform):
     def apply(self, model: nn.Module) -> None:
         if not isinstance(model, Decoder):
             raise ModelError(
-                f"sft.neftune_alpha requires a Decoder, but the model is {type(model).__name__}: set "
-                "it to 0"
+                f"sft.neftune_alpha requires a Decoder, but the model is {type(model).__name__}: "
+                "set it to 0"
             )
         model.model.noise = EmbeddingNoise(self.alpha)
 
