@@ -32,7 +32,7 @@ import overland.checkpoint.write as writing
 from overland.checkpoint.plan import Box, check_whole, drop_copies, lay_out_files
 from overland.checkpoint.read import load
 from overland.checkpoint.store import Store
-from overland.checkpoint.write import Written, build_index
+from overland.checkpoint.write import WrittenFile, build_index
 from overland.config.schema import Checkpoint as Settings
 from overland.models.flavors import FLAVORS
 
@@ -160,7 +160,7 @@ def plan(num_ranks: int) -> None:
     check_whole(boxes_of_ranks)
     files = [lay_out_files(boxes, rank) for rank, boxes in enumerate(boxes_of_ranks)]
     planning = time.monotonic() - started
-    written = [[Written(0, 0, [[0]] * len(file.boxes)) for file in some] for some in files]
+    written = [[WrittenFile(0, 0, [[0]] * len(file.boxes)) for file in some] for some in files]
     started = time.monotonic()
     text = build_index("shard", files, written, {}).to_json()
     print(

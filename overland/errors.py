@@ -73,7 +73,7 @@ class DataError(OverlandError):
     kind = Kind.DATA
 
 
-class Unsettled(DataError):
+class ChoiceRequired(DataError):
     """Something that only the user can choose, such as a column. The option to set depends on the
     caller: a flag of a command, or a key of a config."""
 

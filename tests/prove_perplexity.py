@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from overland.apps.evaluation.evaluate import (
-    Asked,
+    EvaluationRequest,
     evaluate_set,
     open_session,
     sets_for,
@@ -115,7 +115,9 @@ def compare(
 
 def evaluate(world: World, model: Path, data: Path, asked: dict[str, Any]) -> Record:
     torch.set_num_threads(1)
-    every = Asked(path=model, choices=DataSource(), data=(str(data),), context=CONTEXT, **asked)
+    every = EvaluationRequest(
+        path=model, choices=DataSource(), data=(str(data),), context=CONTEXT, **asked
+    )
     session = open_session(every, world, torch.device("cpu"), lambda message: None)
     (one,) = sets_for(session)
     return evaluate_set(session, one, settings_of(session))

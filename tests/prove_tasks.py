@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from overland.apps.convert import convert
-from overland.apps.evaluation.evaluate import Asked, open_session
+from overland.apps.evaluation.evaluate import EvaluationRequest, open_session
 from overland.apps.evaluation.task_run import no_network
 from overland.apps.evaluation.tasks import AskedTasks, evaluate_tasks
 from overland.apps.proofs.pool import RankPool
@@ -158,7 +158,7 @@ def by_harness(
 def by_us(
     run: Path, definitions: Path, task: str, settings: dict[str, Any], output: Path
 ) -> tuple[dict[str, Any], float]:
-    asked = Asked(run, DataSource(), output=output, context=CONTEXT)
+    asked = EvaluationRequest(run, DataSource(), output=output, context=CONTEXT)
     session = open_session(asked, World(), torch.device("cpu"), lambda message: None)
     wanted = AskedTasks(
         names=(task,), root=output, include_path=str(definitions), log_samples=True, bootstrap=0,

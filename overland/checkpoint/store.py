@@ -54,7 +54,7 @@ from overland.checkpoint.plan import (
     plan_save,
 )
 from overland.checkpoint.snapshot import Direct, Snapshot, fits_in_memory
-from overland.checkpoint.write import Written, build_index, commit, write_files
+from overland.checkpoint.write import WrittenFile, build_index, commit, write_files
 from overland.config.schema import Checkpoint
 from overland.errors import CheckpointError, sentence
 from overland.files import Disk, Moved
@@ -265,7 +265,7 @@ class Store:
         beside, error, note = self.folder / f".{name}.tmp", "", ""
         not_finite: list[str] = []
 
-        def write(moved: Moved) -> tuple[str, list[str], list[Written]]:
+        def write(moved: Moved) -> tuple[str, list[str], list[WrittenFile]]:
             try:
                 self.pulse.wait()  # for the device, if there is a copy
                 self._snapshot.copy()
@@ -369,7 +369,7 @@ class Store:
         name: str,
         run: dict[str, Any],
         about: dict[str, Any],
-        written: list[list[Written]],
+        written: list[list[WrittenFile]],
         moved: Moved,
     ) -> str:
         """Commits the save, on rank 0 only. Whatever goes wrong here leaves earlier checkpoints

@@ -45,7 +45,7 @@ Bytes = Callable[[Box, int, int], memoryview]
 
 
 @record
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """A written file: length and checksum of its header, and the checksums of its boxes."""
 
     header: int
@@ -60,11 +60,11 @@ def write_files(
     disk: Disk,
     num_threads: int = NUM_THREADS,
     moved: Moved = ignore,
-) -> list[Written]:
+) -> list[WrittenFile]:
     """Writes and syncs the files; returns their checksums."""
     disk.make_folder(folder)
     written = [
-        Written(
+        WrittenFile(
             len(file.header),
             checksum(file.header),
             [[0] * num_blocks(box.num_bytes) for box in file.boxes],
@@ -181,7 +181,7 @@ def _write_block(
 def build_index(
     kind: str,
     files_of_ranks: list[list[FilePlan]],
-    written: list[list[Written]],
+    written: list[list[WrittenFile]],
     run: dict[str, Any],
 ) -> Index:
     """Builds the index of the written files from the plans and checksums of all ranks."""

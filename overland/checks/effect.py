@@ -24,7 +24,7 @@ from overland.models.flops import sample_fields
 from overland.models.registry import model_config
 
 
-class Rule(NamedTuple):
+class HiddenBy(NamedTuple):
     """Keys that have no effect under some condition."""
 
     keys: tuple[str, ...]
@@ -74,61 +74,61 @@ def names_no_set(config: JobConfig) -> bool:
 
 RULES = [
     # The data
-    Rule(
+    HiddenBy(
         ("training.dataset",),
         lambda c: bool(c.data.sources),
         "[data.sources] list all data",
         ("data.sources",),
     ),
-    Rule(
+    HiddenBy(
         ("training.last_batch",),
         lambda c: c.training.epochs is None,
         "only training.epochs end in the middle of a batch",
         ("training.steps",),
     ),
-    Rule(
+    HiddenBy(
         ("data.vocab_size",),
         lambda c: c.model.hf_assets_path is not None,
         "model.hf_assets_path names a tokenizer, so none is trained",
         ("model.hf_assets_path", "model.from"),
     ),
-    Rule(
+    HiddenBy(
         ("data.holdout",),
         lambda c: bool(c.data.holdout) and is_all_made(c),
         "random tokens and images that are drawn have no documents to hold out",
     ),
-    Rule(
+    HiddenBy(
         inside("data", "add_bos", "add_eos", "bad_documents"),
         is_all_made,
         "random tokens and images that are drawn are not read from documents",
         ("training.dataset",),
     ),
-    Rule(
+    HiddenBy(
         ("data.last_block",),
         lambda c: c.data.packing != "pack",
         'only data.packing = "pack" cuts documents at the end of a window',
         ("data.packing", "sft.shape", "preference.loss"),
     ),
-    Rule(
+    HiddenBy(
         ("data.document_mask",),
         lambda c: c.data.packing in ("trunc", "overflow"),
         "with this data.packing no sequence has two documents",
         ("data.packing",),
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         ("training.seq_len",),
         takes_arrays,
         "each row of this model is one sample of arrays",
         ("model.name",),
     ),
-    Rule(
+    HiddenBy(
         inside("images", "pad", "instance_norm", "shape", "count", "segment_size", "if_missing"),
         takes_tokens,
         "this model takes tokens, not images",
         ("model.name", "model.from", "model.config"),
     ),
-    Rule(
+    HiddenBy(
         inside("images", "shape"),
         lambda c: (
             c.images.if_missing == "error"
@@ -138,27 +138,27 @@ RULES = [
         ("training.dataset", "training.dataset_path"),
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         ("images.segment_size",),
         lambda c: c.checkpoint.full_format != "torch",
         'only checkpoint.full_format = "torch" records segments',
         ("checkpoint.full_format",),
     ),
     # The model
-    Rule(
+    HiddenBy(
         ("model.flavor",),
         lambda c: c.model.config is not None,
         "the architecture comes from model.config or model.from",
         ("model.config", "model.from"),
     ),
     # The learning rate
-    Rule(
+    HiddenBy(
         inside("lr_scheduler", "decay_ratio", "min_lr", "min_lr_factor"),
         lambda c: c.lr_scheduler.decay_type == "constant",
         'lr_scheduler.decay_type = "constant" does not decay',
         ("lr_scheduler.decay_type",),
     ),
-    Rule(
+    HiddenBy(
         ("lr_scheduler.total_steps",),
         lambda c: c.lr_scheduler.decay_type == "constant" and c.lr_scheduler.warmup_ratio is None,
         'lr_scheduler.decay_type = "constant" has no end',
@@ -166,57 +166,57 @@ RULES = [
         is_switch=True,
     ),
     # Losses
-    Rule(
+    HiddenBy(
         ("preference.label_smoothing",),
         lambda c: c.preference.loss not in ("off", "dpo"),
         'only preference.loss = "dpo" has it',
         ("preference.loss",),
     ),
-    Rule(
+    HiddenBy(
         ("preference.simpo_gamma",),
         lambda c: c.preference.loss not in ("off", "simpo"),
         'only preference.loss = "simpo" has it',
         ("preference.loss",),
     ),
-    Rule(
+    HiddenBy(
         ("preference.reference",),
         lambda c: c.preference.loss not in ("off", "dpo", "ipo"),
         "this preference.loss has no reference model",
         ("preference.loss",),
     ),
-    Rule(
+    HiddenBy(
         inside("preference", "max_prompt", "prompt_side", "answer_side"),
         lambda c: c.preference.loss != "off" and c.sft.too_long != "truncate",
         'only sft.too_long = "truncate" truncates',
         ("sft.too_long",),
     ),
     # Saving
-    Rule(
+    HiddenBy(
         ("checkpoint.full_format",),
         lambda c: c.checkpoint.enable and c.checkpoint.type != "full",
         'only checkpoint.type = "full" has formats',
         ("checkpoint.type",),
     ),
-    Rule(
+    HiddenBy(
         ("checkpoint.export_dtype",),
         lambda c: not c.checkpoint.last_save_in_hf,
         "nothing is exported; set checkpoint.last_save_in_hf = true",
         ("checkpoint.last_save_in_hf",),
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         ("checkpoint.keep_every",),
         lambda c: c.checkpoint.keep_latest_k == 0,
         "checkpoint.keep_latest_k = 0 keeps all",
         ("checkpoint.keep_latest_k",),
     ),
-    Rule(
+    HiddenBy(
         ("lora.save_as_peft",),
         lambda c: not c.checkpoint.enable,
         "nothing is saved; set checkpoint.enable = true",
         ("checkpoint.enable",),
     ),
-    Rule(
+    HiddenBy(
         all_but("checkpoint", "enable", "resume", "initial_load_path", "last_save_in_hf",
                 "export_dtype", "stop_after_minutes", "walltime_margin_minutes", "allow_changes",
                 "skip_optimizer"),
@@ -226,101 +226,101 @@ RULES = [
         is_switch=True,
     ),
     # Validation and samples
-    Rule(
+    HiddenBy(
         all_but("validation", "enable"),
         lambda c: not c.validation.enable,
         "set validation.enable = true",
         ("validation.enable",),
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         inside("validation", "column", "subset", "split"),
         names_no_set,
         "they choose a part of validation.dataset or validation.dataset_path, which are not set",
         ("data.holdout",),
     ),
-    Rule(
+    HiddenBy(
         ("validation.local_batch_size",),
         lambda c: c.parallelism.pipeline_parallel_degree > 1,
         "a pipeline validates with as many rows per pass as it trains with",
         ("parallelism.pipeline_parallel_degree",),
     ),
-    Rule(
+    HiddenBy(
         ("metrics.sample_at_validation",),
         lambda c: not c.metrics.sample_prompt or not c.validation.enable,
         "it needs metrics.sample_prompt and validation.enable = true",
         ("metrics.sample_prompt", "validation.enable"),
     ),
     # Switches
-    Rule(
+    HiddenBy(
         ("profiling.enable_memory_snapshot",),
         lambda c: not c.profiling.enable_profiling,
         "set profiling.enable_profiling = true",
         ("profiling.enable_profiling",),
     ),
-    Rule(
+    HiddenBy(
         all_but("profiling", "enable_profiling", "enable_memory_snapshot"),
         lambda c: not c.profiling.enable_profiling,
         "set profiling.enable_profiling = true",
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         ("profiling.save_memory_snapshot_folder",),
         lambda c: c.profiling.enable_profiling and not c.profiling.enable_memory_snapshot,
         "set profiling.enable_memory_snapshot = true",
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         inside("compile", "backend", "cuda_graphs"),
         lambda c: c.compile.enable is False,
         "compile.enable is false",
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         ("metrics.save_tb_folder",),
         lambda c: not c.metrics.enable_tensorboard,
         "metrics.enable_tensorboard is false",
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         ("activation_checkpoint.selective_ac_option",),
         lambda c: c.activation_checkpoint.mode == "auto",
         'set activation_checkpoint.mode = "selective"',
         ("activation_checkpoint.mode",),
     ),
-    Rule(
+    HiddenBy(
         ("activation_checkpoint.selective_ac_option",),
         lambda c: c.activation_checkpoint.mode not in ("auto", "selective"),
         'only activation_checkpoint.mode = "selective" reads it',
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         ("activation_checkpoint.memory_budget",),
         lambda c: c.activation_checkpoint.mode != "memory_budget",
         'only activation_checkpoint.mode = "memory_budget" reads it',
         ("activation_checkpoint.mode",),
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         inside("parallelism", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"),
         lambda c: c.parallelism.pipeline_parallel_degree == 1,
         "parallelism.pipeline_parallel_degree is 1",
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         ("parallelism.enable_async_tensor_parallel",),
         lambda c: c.parallelism.tensor_parallel_degree == 1,
         "parallelism.tensor_parallel_degree is 1",
         ("parallelism.tensor_parallel_degree",),
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         inside("health", "spike_threshold", "spike_window"),
         lambda c: c.health.spike_guard == "off",
         "health.spike_guard is off",
         is_switch=True,
     ),
-    Rule(
+    HiddenBy(
         ("debug.deterministic_warn_only",),
         lambda c: not c.debug.deterministic,
         "debug.deterministic is false",
@@ -350,7 +350,7 @@ def without_hidden(loaded: Loaded) -> Loaded:
     return replace(loaded, config=config)
 
 
-def _hidden(loaded: Loaded) -> Iterator[tuple[Rule, str, Any]]:
+def _hidden(loaded: Loaded) -> Iterator[tuple[HiddenBy, str, Any]]:
     """Yields the keys that are set but hidden, with the rule and their value."""
     for rule in RULES:
         for name in rule.keys if rule.hidden(loaded.config) else ():
@@ -360,7 +360,7 @@ def _hidden(loaded: Loaded) -> Iterator[tuple[Rule, str, Any]]:
                 yield rule, name, value
 
 
-def _wins(loaded: Loaded, rule: Rule) -> bool:
+def _wins(loaded: Loaded, rule: HiddenBy) -> bool:
     return any(_is_typed(loaded, key) for key in rule.by)
 
 

@@ -31,7 +31,7 @@ from overland.config.derived import (
     Degrees,
     optimizer_settings,
     resolve_degrees,
-    settle_dtype,
+    resolve_dtype,
 )
 from overland.config.schema import JobConfig
 from overland.data import registry
@@ -91,7 +91,7 @@ def fake_steps(
 ) -> list[FakeStep]:
     """Returns a step of rank 0; with a pipeline, of the first rank of each stage. `device_type`:
     where the run will be, which decides its precision."""
-    config = config.model_copy(update={"training": settle_dtype(config.training, device_type)})
+    config = config.model_copy(update={"training": resolve_dtype(config.training, device_type)})
     degrees = resolve_degrees(config.parallelism, world_size, ranks_per_node)
     if degrees.pp == 1:
         return [fake_step(config, degrees, 0)]

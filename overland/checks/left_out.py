@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from overland.config.derived import optimizer_settings, settle_dtype
+from overland.config.derived import optimizer_settings, resolve_dtype
 from overland.config.schema import JobConfig
 from overland.models.transform import transforms_of
 from overland.optimizers.registry import rule_for, rules_of
@@ -27,7 +27,7 @@ def left_out(architecture: Any, config: JobConfig) -> list[str]:
     rules = rules_of(optimizer_settings(config))
     if not transforms_for(config) and not isinstance(rules[0], WholeMatrix):
         return []
-    training = settle_dtype(config.training, "cuda")  # any will do
+    training = resolve_dtype(config.training, "cuda")  # any will do
     config = config.model_copy(update={"training": training})
     with torch.device("meta"):
         model = build_undivided(architecture, config)

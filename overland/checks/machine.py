@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from overland.config.derived import SPLIT_BACKWARD, recomputes_some_split_blocks, settle_dtype
+from overland.config.derived import SPLIT_BACKWARD, recomputes_some_split_blocks, resolve_dtype
 from overland.config.errors import Problem, ProblemKind
 from overland.config.load import Loaded
 from overland.errors import ModelError
@@ -216,7 +216,7 @@ def check_attention(loaded: Loaded) -> Iterator[Problem]:
         choose_form(
             config.model.attention,
             torch.device("cuda"),
-            getattr(torch, settle_dtype(config.training, "cuda").mixed_precision_param),
+            getattr(torch, resolve_dtype(config.training, "cuda").mixed_precision_param),
             window,
             config.data.document_mask,
             config.parallelism.context_parallel_degree > 1,

@@ -314,7 +314,7 @@ def lack_of_memory(config: JobConfig, world_size: int) -> list[str]:
     import torch
 
     from overland.checks.fake_step import fake_world
-    from overland.config.derived import resolve_degrees, settle_dtype
+    from overland.config.derived import resolve_degrees, resolve_dtype
     from overland.config.schema import ActivationCheckpoint, Compile, Parallelism
     from overland.errors import TrainingError
     from overland.models.registry import model_config
@@ -326,7 +326,7 @@ def lack_of_memory(config: JobConfig, world_size: int) -> list[str]:
     device = torch.device(device_type(config.training.device))
     architecture = model_config(config.model)
     degrees = resolve_degrees(config.parallelism, world_size)
-    config = config.model_copy(update={"training": settle_dtype(config.training, device.type)})
+    config = config.model_copy(update={"training": resolve_dtype(config.training, device.type)})
     plain = {
         "parallelism": Parallelism(),
         "compile": Compile(enable=False),

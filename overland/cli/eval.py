@@ -166,12 +166,12 @@ def evaluate(
     else:
         require_degree(tensor_parallel, world.size)
 
-    from overland.apps.evaluation.evaluate import Asked
+    from overland.apps.evaluation.evaluate import EvaluationRequest
     from overland.apps.evaluation.main import asked_tasks, evaluate_here
     from overland.apps.evaluation.model import DTYPES
     from overland.config.schema import DataSource
 
-    asked = Asked(
+    asked = EvaluationRequest(
         path=path.expanduser(),
         data=tuple(data or ()),
         choices=DataSource(column=column, subset=subset, split=split),

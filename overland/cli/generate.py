@@ -124,7 +124,7 @@ def generate(
         f"{opened.path}: {str(opened.dtype).removeprefix('torch.')} (--dtype) on {opened.device} "
         "(--device)"
     )
-    asked = Asked(
+    asked = GenerateOptions(
         opened, sampling, num_tokens, stop or [], chat, system, batch_size, as_json,
         parse_specials is not False,
     )  # fmt: skip
@@ -137,7 +137,7 @@ def generate(
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerateOptions:
     opened: OpenModel
     sampling: Sampling
     num_tokens: int
@@ -172,7 +172,7 @@ def note_cache(made: Generator) -> None:
         )
 
 
-def answer(asked: Asked, prompts: list[Prompt]) -> None:
+def answer(asked: GenerateOptions, prompts: list[Prompt]) -> None:
     """Prints the continuation of each prompt."""
     asking = asked.asking
     if len(prompts) == 1 and sys.stdout.isatty() and not asked.as_json:
@@ -192,7 +192,7 @@ def answer(asked: Asked, prompts: list[Prompt]) -> None:
         )
 
 
-def stream(asked: Asked, asking: Asking, prompt: Prompt) -> None:
+def stream(asked: GenerateOptions, asking: Asking, prompt: Prompt) -> None:
     """Prints the continuation of a prompt while it is generated."""
     ids = asking.encoded(prompt)
     generator = asked.generator(1, len(ids) + asked.num_tokens)
@@ -205,12 +205,12 @@ def stream(asked: Asked, asking: Asking, prompt: Prompt) -> None:
     say(stripped(pieces) if asked.chat else pieces)
 
 
-def beginning(asked: Asked, prompt: Prompt) -> str:
+def beginning(asked: GenerateOptions, prompt: Prompt) -> str:
     """Returns what to print before an answer: a text to continue, but not a question."""
     return "" if asked.chat or prompt.messages else prompt.text
 
 
-def show(asked: Asked, prompt: Prompt, one: Completion) -> None:
+def show(asked: GenerateOptions, prompt: Prompt, one: Completion) -> None:
     if asked.as_json:
         show_json(prompt.text, one.text, one)
         return
@@ -224,14 +224,14 @@ def show_json(prompt: str, text: str, one: Completion) -> None:
     say([json.dumps(record, ensure_ascii=False)])
 
 
-def converse(asked: Asked) -> None:
+def converse(asked: GenerateOptions) -> None:
     """Talks until the input ends."""
-    from overland.apps.evaluation.chat import Conversation
+    from overland.apps.evaluation.chat import ChatSession
     from overland.apps.evaluation.prompts import check_turn
     from overland.errors import OverlandError
 
     generator = asked.generator(1, asked.opened.context)
-    talk = Conversation(
+    talk = ChatSession(
         asked.opened, generator, asked.num_tokens, asked.sampling, asked.stop, asked.system, note
     )
     is_watched = sys.stdin.isatty()
@@ -261,7 +261,7 @@ def converse(asked: Asked) -> None:
             note(str(error))
 
 
-def tell_end(asked: Asked, reason: str) -> None:
+def tell_end(asked: GenerateOptions, reason: str) -> None:
     """Reports why a text ended before the model was done."""
     if reason == CONTEXT:
         note(f"(the model's context of {asked.opened.context:,} tokens is full)")

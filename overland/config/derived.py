@@ -108,7 +108,7 @@ def _reshards(p: Parallelism) -> bool:
     return p.fsdp_reshard_after_forward == "always"
 
 
-def settle_dtype(training: Training, device_type: str) -> Training:
+def resolve_dtype(training: Training, device_type: str) -> Training:
     """Returns the section with `auto` resolved. On a CPU without bfloat16 instructions, bfloat16
     was 200 times slower than float32."""
     if training.mixed_precision_param != "auto":

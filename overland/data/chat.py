@@ -130,7 +130,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Written:
+class RenderedChat:
     """A conversation as its template wrote it."""
 
     pieces: tuple[Piece, ...]
@@ -186,7 +186,7 @@ class ChatTemplate:
         turns: Sequence[Message],
         weights: Sequence[float] | None = None,
         tools: Sequence[Any] | None = None,
-    ) -> Written:
+    ) -> RenderedChat:
         """Writes a conversation. `weights` are the loss weights of the turns, which are 0 for all
         but the assistant's; without them, every token counts."""
         self._check_tools(turns, tools)
@@ -369,7 +369,7 @@ class ChatTemplate:
                 hint = "; it asks for today's date: set sft.date"
             raise ChatError(f"the chat template rejects the conversation: {error}{hint}") from None
 
-    def _split(self, text: str, weights: Sequence[float]) -> Written:
+    def _split(self, text: str, weights: Sequence[float]) -> RenderedChat:
         """Splits a text at its marks and special tokens, and removes quotes."""
         pieces: list[Piece] = []
         plain: list[str] = []
@@ -401,7 +401,7 @@ class ChatTemplate:
         if QUOTED in text:
             num_named = len(self._names.findall(text.replace(QUOTED, "")))
             num_quoted = num_named - sum(isinstance(piece, int) for piece in pieces)
-        return Written(tuple(pieces), tuple(span for span in spans if span.weight), num_quoted)
+        return RenderedChat(tuple(pieces), tuple(span for span in spans if span.weight), num_quoted)
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
@@ -436,7 +436,9 @@ class ChatTemplate:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
-def encode(tokenizer: Tokenizer, written: Written) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def encode(
+    tokenizer: Tokenizer, written: RenderedChat
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Returns the token ids of a written conversation, and the loss weight of each."""
     ids, starts, stops = tokenizer.encode_pieces(written.pieces)
     weights = np.zeros(len(ids), np.float32)

@@ -42,7 +42,7 @@ def main(seconds: int, megabytes: int) -> None:
         request = pickle.loads(requests.read(*SIZE.unpack(head)))
         try:
             data = _packed("texts", _rendered(seconds, *request))
-        except Problem as problem:
+        except TemplateProblem as problem:
             data = _packed(*problem.args)
         except MemoryError:
             data = _packed("endless", f"it takes more than {megabytes:,} MB of memory")
@@ -57,7 +57,7 @@ def _packed(kind: str, found: Any) -> bytes:
     return json.dumps([kind, found], ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-class Problem(Exception):
+class TemplateProblem(Exception):
     """What is wrong with a template: its kind, and a sentence."""
 
 
@@ -86,13 +86,13 @@ def _rendered(
                 parts.append(part)
                 size += len(part)
                 if size > LARGEST:
-                    raise Problem("endless", f"it writes more than {LARGEST:,} characters")
-        except (Problem, MemoryError, RecursionError):
+                    raise TemplateProblem("endless", f"it writes more than {LARGEST:,} characters")
+        except (TemplateProblem, MemoryError, RecursionError):
             raise
         except Exception as error:  # the template is an arbitrary program
             said = str(error) or type(error).__name__
             more = " …" if len(said) > LONGEST_MESSAGE else ""
-            raise Problem("rejects", said[:LONGEST_MESSAGE] + more) from None
+            raise TemplateProblem("rejects", said[:LONGEST_MESSAGE] + more) from None
         text = "".join(parts)
         first = first if texts else text
         texts.append(len(text) if texts and first.startswith(text) else text)
@@ -107,7 +107,7 @@ def _compiled(source: str) -> Any:
         raise
     except Exception as error:  # Jinja's own, or Python's for the code that Jinja generates
         line = getattr(error, "lineno", None)
-        raise Problem("invalid", f"{f', line {line}' if line else ''}: {error}") from None
+        raise TemplateProblem("invalid", f"{f', line {line}' if line else ''}: {error}") from None
 
 
 def _limit_time(seconds: int) -> None:

@@ -43,7 +43,7 @@ from overland.data.sft import writer_for
 from overland.data.sources import Source
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
 from overland.data.writer import what_changed
-from overland.errors import DataError, Unsettled
+from overland.errors import ChoiceRequired, DataError
 from overland.words import number_of
 
 TOKENIZER_SIZE = 4096
@@ -302,7 +302,7 @@ def named_by_keys() -> Iterator[None]:
     """Makes the error about a missing tokenizer name the config key for it."""
     try:
         yield
-    except Unsettled as error:
+    except ChoiceRequired as error:
         raise error.by("model.hf_assets_path") from None
 
 

@@ -35,7 +35,7 @@ from overland.data.sources.compression import times_smaller
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
 from overland.data.sources.source import RULES, FileSource, Kind, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
-from overland.errors import DataError, Unsettled
+from overland.errors import ChoiceRequired, DataError
 from overland.files import new_file, publish, sync
 
 # Part of every fingerprint, from which the order of a run follows. Shards hold the same documents
@@ -234,7 +234,7 @@ def _policy(
     elif tokenizer is not None:
         vocab_size = tokenizer.vocab_size
     elif kind == "text":
-        raise Unsettled(f"{name} is text: specify the tokenizer for it with ", "tokenizer", "")
+        raise ChoiceRequired(f"{name} is text: specify the tokenizer for it with ", "tokenizer", "")
     is_short = vocab_size is not None and vocab_size <= 1 << 16
     ids = "<u2" if is_short else "<u4"
     return {

@@ -32,7 +32,7 @@ from overland.data.prepare import Dataset, training_data
 from overland.data.rows import Array, RowFields, Rows, tokens_and_labels, with_borders
 from overland.data.sampler import Sampler
 from overland.data.sources import open_source
-from overland.errors import DataError, Unsettled
+from overland.errors import ChoiceRequired, DataError
 from overland.words import command
 
 CLOSE_SECONDS = 10.0  # longest wait, at the end of a run, for a batch that is being read
@@ -156,7 +156,7 @@ def build_train_loader(
         world_size = _from_environment("WORLD_SIZE", "SLURM_NTASKS", 1)
     try:
         source = open_source(mds_root, column=column)
-    except Unsettled as error:
+    except ChoiceRequired as error:
         raise error.by(f"the argument {error.option}") from None
     if source.kind == "arrays":
         raise DataError(f"{mds_root} contains arrays, but this loader reads tokens")

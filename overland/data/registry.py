@@ -22,7 +22,7 @@ from overland.data.sources.array_files import WANTED
 from overland.data.sources.array_list import ArrayList, is_array_list, listed_files
 from overland.data.sources.columns import WHOLE, NoColumn
 from overland.data.sources.csv_rows import CSV_SUFFIXES
-from overland.errors import DataError, OverlandError, Unsettled
+from overland.errors import ChoiceRequired, DataError, OverlandError
 from overland.models.flops import SampleFields, sample_fields
 from overland.models.registry import model_config
 from overland.words import command
@@ -203,7 +203,7 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
         if is_sft:
             return conversations_of(source, config, length_of_rows(config, table), wanted.column)
         return source
-    except Unsettled as error:
+    except ChoiceRequired as error:
         key = f"{table}.{error.option}"
         if is_validation(table) and error.option == "dtype":
             key = "--dtype (of `overland data build`, and validate on the corpus that it builds)"

@@ -13,9 +13,9 @@ from overland.data.chat import (
     ASSISTANT,
     ChatTemplate,
     Piece,
+    RenderedChat,
     Span,
     Undecided,
-    Written,
     any_name_of,
     check_text,
     encode,
@@ -136,14 +136,14 @@ class Writer:
             "data.add_eos": self.add_eos,
         }
 
-    def _chat(self, told: Conversation) -> Written:
+    def _chat(self, told: Conversation) -> RenderedChat:
         template = self.tool_template if told.tools and self.tool_template else self.template
         if template is None:
             raise NoTemplate
         turns = told.turns if template.takes_parts else joined(told.turns)
         return template.write(turns, told.weights(self.learn), told.tools)
 
-    def _plain(self, prompt: str, completion: str) -> Written:
+    def _plain(self, prompt: str, completion: str) -> RenderedChat:
         """Writes a prompt and its completion, with BOS before and EOS after them, unless the text
         already has them."""
         tokenizer = self.tokenizer
@@ -155,7 +155,7 @@ class Writer:
             after = (*after, tokenizer.eos_id)
         start = 0 if self.learn == "all" else length_of(before)
         span = Span(start, length_of(before) + length_of(after), 1.0)
-        return Written((*before, *after), (span,))
+        return RenderedChat((*before, *after), (span,))
 
     def _pieces(self, text: str) -> tuple[Piece, ...]:
         check_text(text)

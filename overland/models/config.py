@@ -114,7 +114,7 @@ class DecoderConfig:
         keys = sum(_mean_visible_keys(seq_len, window) if causal else seq_len for window in windows)
         return 12 * self.num_attention_heads * self.head_dim * keys
 
-    def activations(self, one: sizes.Pass) -> sizes.Activations:
+    def activations(self, one: sizes.PassShape) -> sizes.Activations:
         """Returns the memory that a pass takes in addition to parameters and gradients."""
         return sizes.decoder_activations(self, one)
 

@@ -1,7 +1,8 @@
 """The structure of a decoder and the memory of a pass, from its sizes alone, without torch.
 
-A config with a method `activations(Pass)` lets a run choose how much to recompute so that it fits
-the device; for any other model there is no estimate, and nothing is recomputed unless configured.
+A config with a method `activations(PassShape)` lets a run choose how much to recompute so that it
+fits the device; for any other model there is no estimate, and nothing is recomputed unless
+configured.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassShape:
     """One micro-batch on one device, and how it is computed."""
 
     tokens: int
@@ -115,7 +116,7 @@ class Activations:
     head: float  # temporaries of the modules after the blocks
 
 
-def decoder_activations(model: DecoderConfig, one: Pass) -> Activations:
+def decoder_activations(model: DecoderConfig, one: PassShape) -> Activations:
     size, tp, tokens = one.size, one.tp, one.tokens
     matrix = model.vocab_size * model.hidden_size / tp
     hidden = tokens * model.hidden_size * size / tp
@@ -138,7 +139,7 @@ def decoder_activations(model: DecoderConfig, one: Pass) -> Activations:
     )
 
 
-def _kept_per_token(model: DecoderConfig, one: Pass) -> float:
+def _kept_per_token(model: DecoderConfig, one: PassShape) -> float:
     """Returns the bytes per token and block that are kept for its backward pass."""
     size, tp = one.size, one.tp
     width, inner = model.hidden_size, model.intermediate_size / tp

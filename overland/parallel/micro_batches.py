@@ -38,7 +38,7 @@ class Whole:
         first, others = self._inputs.of(batch.fields)
         return checked_sums(self.parts[0](first, **others), self.num_sums, self._inputs.model)
 
-    def look(self, batch: Batch) -> None:
+    def forward_only(self, batch: Batch) -> None:
         """Runs forward passes without gradients, for an objective that records results."""
         for micro in batch.split(self.rows_per_pass):
             self.loss(micro)

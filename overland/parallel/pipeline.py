@@ -179,7 +179,7 @@ class Pipeline:
     def loss(self, batch: Batch) -> Tensor:
         return self._run("eval", batch, torch.ones((), device=batch.device))
 
-    def look(self, batch: Batch) -> None:
+    def forward_only(self, batch: Batch) -> None:
         """Runs forward passes without gradients, for an objective that records results."""
         self.loss(batch)
 

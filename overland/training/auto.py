@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from overland.config.derived import Degrees, recomputes_some_split_blocks, settle_dtype
+from overland.config.derived import Degrees, recomputes_some_split_blocks, resolve_dtype
 from overland.config.schema import JobConfig
 from overland.kernels import has_triton
 from overland.parallel.comm import from_first_rank
@@ -23,12 +23,12 @@ WORDS = {
 }
 
 
-def settle(
+def resolve_auto(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> tuple[JobConfig, str]:
     """Returns the config with every `auto` replaced, and a line that says what was decided (empty
     if nothing was)."""
-    config = config.model_copy(update={"training": settle_dtype(config.training, device.type)})
+    config = config.model_copy(update={"training": resolve_dtype(config.training, device.type)})
     compile_, recompute = config.compile, config.activation_checkpoint
     notes = []
     if compile_.enable == "auto":

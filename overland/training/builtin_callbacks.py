@@ -58,7 +58,7 @@ class Timeouts(Callback):
             self.is_set = True
 
 
-class Pace(Callback):
+class DeviceSpeed(Callback):
     """Measures how fast this rank's device is on its own. Ranks wait for one another within every
     step, so all of them take as long as the slowest; a few matrix products that need no other rank
     show which one that is."""
@@ -88,7 +88,7 @@ class Pace(Callback):
             torch.cuda.synchronize()
 
 
-class LeftOut(Callback):
+class SkippedDocuments(Callback):
     """Reports how many documents were skipped because they are empty or bad, or skipped or
     truncated because the config asks for it, whenever a number has grown."""
 

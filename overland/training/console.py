@@ -33,11 +33,11 @@ class Console(Callback):
         self.run, self.screen = run, run.screen
         self.losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self.record: Record = {}
-        self.pace = Pace(run.progress.step)
+        self.pace = StepTimes(run.progress.step)
         self.epoch: float | None = None
 
     def on_start(self, run: Run) -> None:
-        self.pace = Pace(run.progress.step)
+        self.pace = StepTimes(run.progress.step)
         if run.progress.step >= run.config.training.steps:
             return
         run.beat.words = first_words(run)
@@ -70,7 +70,7 @@ class Console(Callback):
     def on_rewind(self, run: Run) -> None:
         while self.losses and self.losses[-1][0] > run.progress.step:
             self.losses.pop()
-        self.pace = Pace(run.progress.step)
+        self.pace = StepTimes(run.progress.step)
 
     def on_message(self, run: Run, message: str) -> None:
         self.screen.print(message)
@@ -122,7 +122,7 @@ class Console(Callback):
                 self.losses.extend((one["step"], float(one["loss"])) for one in recent)
 
 
-class Pace:
+class StepTimes:
     """The speed of training, measured from the end of the first step, which also compiles and
     connects."""
 

@@ -23,7 +23,7 @@ from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import CheckpointReader
 from overland.checkpoint.snapshot import Direct, tensors_in_words
 from overland.checkpoint.store import Stalled
-from overland.checkpoint.write import Written, build_index, write_files
+from overland.checkpoint.write import WrittenFile, build_index, write_files
 from overland.errors import CheckpointError, sentence
 from overland.files import Disk, Moved, publish
 from overland.training.state import learned_names, run_facts, saved_state
@@ -41,7 +41,7 @@ def export_hf(run: Run) -> Path:
     plan, parts = plan_save(state, group), Direct()
     parts.take(state, learned_names(run))
 
-    def write(moved: Moved) -> tuple[str, list[Written]]:
+    def write(moved: Moved) -> tuple[str, list[WrittenFile]]:
         try:
             written = write_files(shards, plan.files, parts.read, Disk(), moved=moved)
             store.pulse.wait()  # for the device or the CPU

@@ -86,9 +86,9 @@ def train(run: Run) -> bool:
                     ledger.write()
                     words = f"stopping after step {progress.step}: {stop.reason(wish)}"
                     run.call("on_message", words)
-                    insist_on_last_save(run, ledger, clock, stop, preempt=True)
+                    retry_final_save(run, ledger, clock, stop, preempt=True)
                     return False
-            insist_on_last_save(run, ledger, clock, stop, preempt=False)
+            retry_final_save(run, ledger, clock, stop, preempt=False)
         finally:
             end(run, data, ledger, clock)
     return True
@@ -184,7 +184,7 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
             clock.saved(outcome.seconds)
 
 
-def insist_on_last_save(
+def retry_final_save(
     run: Run, ledger: LedgerWriter, clock: Clock | None, stop: StopRequest, preempt: bool
 ) -> None:
     """Waits for the last save. If it fails in a way that may pass, such as a full disk, it is

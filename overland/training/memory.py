@@ -29,7 +29,7 @@ from overland.models.flops import (
     stage_costs,
     trained_parameters,
 )
-from overland.models.sizes import EMBEDDING, HEAD, NF4_BYTES, Pass
+from overland.models.sizes import EMBEDDING, HEAD, NF4_BYTES, PassShape
 from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
 
@@ -95,7 +95,7 @@ def step_memory(
     rows = training.local_batch_size
     if degrees.pp > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
-    one = Pass(
+    one = PassShape(
         tokens=rows * training.seq_len // degrees.cp,
         size=BYTES[training.mixed_precision_param],
         tp=degrees.tp,

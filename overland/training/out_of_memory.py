@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from overland.config.derived import Degrees, resolve_degrees, settle_dtype
+from overland.config.derived import Degrees, resolve_degrees, resolve_dtype
 from overland.config.schema import JobConfig
 from overland.errors import OutOfMemoryError, TrainingError
 from overland.optimizers.registry import state_bytes
@@ -133,7 +133,7 @@ def with_ways_out(
             f"{what}. Lower training.local_batch_size (set training.global_batch_size to keep the "
             f"global batch), set activation_checkpoint.mode=full, or use more devices"
         )
-    training = settle_dtype(config.training, device.type)
+    training = resolve_dtype(config.training, device.type)
     config = config.model_copy(update={"training": training})
     now = estimate(config, architecture, degrees, device)
     rows = max(1, training.local_batch_size // 2)

@@ -136,7 +136,7 @@ def _looked_at(run: Run, batch: Batch) -> dict[int, tuple[float, float]]:
     run.beat.enter(Phase.VALIDATING)
     rows = digests_of_pairs(batch).tolist()
     with run.objective.finding(REFERENCE) as found:
-        run.model.look(share_of_rows(batch, run.mesh))
+        run.model.forward_only(share_of_rows(batch, run.mesh))
     reshard(run.model.parts)
     # Only the last stage of a pipeline has results.
     mine = dict(zip(rows, torch.cat(found)[:, :2].tolist(), strict=True)) if found else {}

@@ -48,12 +48,12 @@ from overland.parallel.comm import from_first_rank, sum_over, warm_up
 from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.sharding import local_part, splits
 from overland.run_folder import MODEL_CONFIG, RunFolder
-from overland.training.auto import settle
+from overland.training.auto import resolve_auto
 from overland.training.builtin_callbacks import (
+    DeviceSpeed,
     GarbageCollection,
-    LeftOut,
-    Pace,
     Profiler,
+    SkippedDocuments,
     Timeouts,
 )
 from overland.training.callbacks import Callback, user_callbacks
@@ -163,11 +163,11 @@ def build_run(
     rows = config.training.global_batch_size
     rows = config.training.local_batch_size * mesh.dp_size if rows == -1 else rows
     asked = config
-    config, settled = settle(config, architecture, degrees, device)
+    config, decided = resolve_auto(config, architecture, degrees, device)
     if world.is_first and screen.is_shown:
         report(opening(config, world, degrees, architecture, device, folder) + "\n")
-    if settled:
-        report(settled)
+    if decided:
+        report(decided)
     unchecked = ""
     if degrees.pp > 1:
         unchecked = once_for_all(partial(require_order, architecture, config, degrees))
@@ -179,7 +179,7 @@ def build_run(
     require_memory(
         config, architecture, degrees, device, held.item() / world.size, world.local_size
     )
-    give_weights(parts, config, device)
+    materialize(parts, config, device)
     objective = objective_for(config, architecture)
     objective.bind(mesh)
     give_objective(parts, objective)
@@ -326,7 +326,7 @@ def once_for_all(make: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.device) -> None:
+def materialize(parts: Sequence[nn.Module], config: JobConfig, device: torch.device) -> None:
     """Allocates parts that were built on the meta device, and initializes their weights and
     buffers."""
     for part in parts:
@@ -406,11 +406,11 @@ def build_callbacks(run: Run) -> list[Callback]:
     wanted: list[tuple[bool, Callable[[Run], Callback]]] = [
         (True, GarbageCollection),
         (True, Timeouts),
-        (run.beat.is_supervised, Pace),
+        (run.beat.is_supervised, DeviceSpeed),
         (config.compile.enable is True, CompileCache),
         (run.device.type == "cuda" and has_triton(), KernelCache),
         (run.screen.is_shown, Console),
-        (first, LeftOut),
+        (first, SkippedDocuments),
         (first, MetricsFile),
         (first, SessionFile),
         (first, LossPlot),

@@ -101,7 +101,7 @@ def with_passes(run: Run, share: Batch) -> Batch:
             objective.during(field, run.model.parts),
             objective.finding(field) as found,
         ):
-            run.model.look(given)
+            run.model.forward_only(given)
         reshard(run.model.parts)
         if found:
             result = objective.completed(field, torch.cat(found), share.fields)

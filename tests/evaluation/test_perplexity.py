@@ -21,7 +21,7 @@ import torch
 from overland.apps.evaluation import parts as parts_module
 from overland.apps.evaluation.documents import Document
 from overland.apps.evaluation.evaluate import (
-    Asked,
+    EvaluationRequest,
     evaluate_set,
     open_session,
     sets_for,
@@ -30,7 +30,7 @@ from overland.apps.evaluation.evaluate import (
 from overland.apps.evaluation.parts import Cutter
 from overland.apps.evaluation.perplexity import Done, Sums, total
 from overland.apps.evaluation.results import Record
-from overland.apps.evaluation.windows import Row, batches, padded, row_of, spans
+from overland.apps.evaluation.windows import WindowRow, batches, padded, row_of, spans
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import DataSource
 from overland.data.rows import IGNORED
@@ -55,7 +55,7 @@ def evaluate(world: World, path: Path, data: Path, said: list[str] | None = None
     """One set, as the command does it."""
     heard = [] if said is None else said
     session = open_session(
-        Asked(path=path, choices=DataSource(), data=(str(data),), **asked),
+        EvaluationRequest(path=path, choices=DataSource(), data=(str(data),), **asked),
         world,
         torch.device("cpu"),
         heard.append,
@@ -93,7 +93,7 @@ def test_a_token_has_at_least_half_a_context_before_it_once_there_is_one() -> No
 def test_batches_hold_every_row_once_and_no_more_tokens_than_allowed() -> None:
     chance = random.Random(1)
     lengths = chance.choices(range(1, 65), k=99)
-    rows = [Row(np.zeros(n, np.int64), np.zeros(n, np.int64)) for n in lengths]
+    rows = [WindowRow(np.zeros(n, np.int64), np.zeros(n, np.int64)) for n in lengths]
     found = list(batches(rows, 256))
     assert sorted(number for batch in found for number in batch) == list(range(99))
     for batch in found:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overland.apps.evaluation.score import ContinuationScorer, Pair, Score, plant
+from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore, plant
 from overland.errors import DataError, ModelError
 from overland.models import DecoderConfig, build_model
 from overland.models.decoder import Decoder
@@ -26,7 +26,7 @@ def tiny(**changes: Any) -> Decoder:
     return model.eval()
 
 
-def plainly(model: nn.Module, request: Pair, max_length: int) -> Score:
+def plainly(model: nn.Module, request: Pair, max_length: int) -> TextScore:
     """One sequence at a time."""
     context, continuation = request
     tokens = [*context, *continuation][-(max_length + 1) :]
@@ -35,7 +35,7 @@ def plainly(model: nn.Module, request: Pair, max_length: int) -> Score:
     rows_NV = log_probs_SV[-len(continuation) :]
     wanted_N = torch.tensor(list(continuation))
     is_greedy = bool((rows_NV.argmax(-1) == wanted_N).all())
-    return Score(float(rows_NV.gather(1, wanted_N[:, None]).double().sum()), is_greedy)
+    return TextScore(float(rows_NV.gather(1, wanted_N[:, None]).double().sum()), is_greedy)
 
 
 def assert_plain(model: nn.Module, requests: list[Pair], **settings: Any) -> None:
@@ -48,7 +48,7 @@ def assert_plain(model: nn.Module, requests: list[Pair], **settings: Any) -> Non
         assert found[number].is_greedy == wanted.is_greedy
 
 
-def scores(scorer: ContinuationScorer, requests: Sequence[Pair]) -> dict[int, Score]:
+def scores(scorer: ContinuationScorer, requests: Sequence[Pair]) -> dict[int, TextScore]:
     return {number: score for batch in scorer.score(requests) for number, score in batch}
 
 
@@ -167,7 +167,7 @@ def test_parts_are_disjoint_and_together_everything() -> None:
 class Narrow(ContinuationScorer):
     """A device whose memory holds two rows."""
 
-    def _score_rows(self, rows: list[Any]) -> list[tuple[int, Score]]:
+    def _score_rows(self, rows: list[Any]) -> list[tuple[int, TextScore]]:
         if len(rows) > 2:
             raise torch.OutOfMemoryError
         return super()._score_rows(rows)

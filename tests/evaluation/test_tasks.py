@@ -15,10 +15,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from overland.apps.evaluation.crew import Crew, key_of
-from overland.apps.evaluation.evaluate import Asked, open_session
+from overland.apps.evaluation.crew import TaskRanks, key_of
+from overland.apps.evaluation.evaluate import EvaluationRequest, open_session
 from overland.apps.evaluation.results import Kept
-from overland.apps.evaluation.score import ContinuationScorer, Pair, Score
+from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore
 from overland.apps.evaluation.task_data import local_files, open_manager, task_names
 from overland.apps.evaluation.task_run import (
     TaskSettings,
@@ -78,9 +78,9 @@ class Fake:
         self.pairs: list[Pair] = []
         self.value = value
 
-    def score(self, pairs: list[Pair]) -> list[Score]:
+    def score(self, pairs: list[Pair]) -> list[TextScore]:
         self.pairs += pairs
-        return [Score(self.value, False)] * len(pairs)
+        return [TextScore(self.value, False)] * len(pairs)
 
     def require_texts(self) -> None:
         pass
@@ -237,7 +237,7 @@ def evaluated(
     said: list[str] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    asked = Asked(model, DataSource(), output=output, batch_size=batch_size)
+    asked = EvaluationRequest(model, DataSource(), output=output, batch_size=batch_size)
     report = said.append if said is not None else lambda message: None
     session = open_session(asked, world, torch.device("cpu"), report)
     wanted = AskedTasks(
@@ -304,8 +304,8 @@ PAIRS: list[Pair] = [([i % 8, 2, 3], [i, i + 1, 5][: 1 + i % 3]) for i in range(
 
 def scores_on_rank(
     world: World, model: Path, output: Path, layout: dict[str, Any]
-) -> list[Score] | None:
-    asked = Asked(model, DataSource(), output=output, batch_size=3, **layout)
+) -> list[TextScore] | None:
+    asked = EvaluationRequest(model, DataSource(), output=output, batch_size=3, **layout)
     session = open_session(asked, world, torch.device("cpu"), lambda message: None)
     settings = TaskSettings(tasks=("some",), context=16, dtype="float32")
     kept = Kept(output, "tasks", "some", layout, lambda message: None)
@@ -348,14 +348,16 @@ class Counting(ContinuationScorer):
 def test_a_model_that_is_split_generates_nothing() -> None:
     scorer = ContinuationScorer(torch.nn.Linear(1, 1), max_length=4)
     with pytest.raises(ClusterError, match="cannot generate text: omit --shard"):
-        Crew(scorer, None, World()).generate([[1]], {})
+        TaskRanks(scorer, None, World()).generate([[1]], {})
 
 
 class Scoring(Fake):
     """Counts, and has a layout that cannot generate."""
 
     def require_texts(self) -> None:
-        Crew(ContinuationScorer(torch.nn.Linear(1, 1), max_length=4), None, World()).require_texts()
+        TaskRanks(
+            ContinuationScorer(torch.nn.Linear(1, 1), max_length=4), None, World()
+        ).require_texts()
 
 
 def test_a_task_that_generates_is_refused_before_others_are_scored(
@@ -394,7 +396,7 @@ def test_a_first_rank_that_fails_says_why_and_waits_for_nobody(
 
     told: list[Any] = []
     monkeypatch.setattr("overland.apps.evaluation.crew.from_first_rank", told.append)
-    crew = Crew(Failing(torch.nn.Linear(1, 1), max_length=16), None, World(size=2))
+    crew = TaskRanks(Failing(torch.nn.Linear(1, 1), max_length=16), None, World(size=2))
     with pytest.raises(ModelError, match="broken weights"), task_errors("these tasks"):
         crew.score(PAIRS)
     crew.dismiss()
@@ -434,13 +436,13 @@ def test_nothing_is_computed_twice(model: Path) -> None:
     pairs: list[Pair] = [([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([1, 2, 3], [4])]
     kept: list[Any] = []
     scorer = Counting(opened.model, max_length=16)
-    crew = Crew(scorer, None, World(), keep=kept.append)
+    crew = TaskRanks(scorer, None, World(), keep=kept.append)
     first = crew.score(pairs)
     assert first[0] == first[2]
     assert scorer.num_scored == 2
     done = [*json.loads(json.dumps(kept)), {"torn": 1}]
     later = Counting(opened.model, max_length=16)
-    assert Crew(later, None, World(), done=done).score(pairs) == first
+    assert TaskRanks(later, None, World(), done=done).score(pairs) == first
     assert later.num_scored == 0
     assert key_of([1], [2, 3]) != key_of([1, 2], [3])
 
@@ -503,7 +505,7 @@ def test_a_place_that_cannot_be_written_to_is_told_and_the_result_is_there(
 ) -> None:
     (tmp_path / "out").write_text("a file where a folder should be")
     said: list[str] = []
-    asked = Asked(model, DataSource(), output=tmp_path / "out", limit=2)
+    asked = EvaluationRequest(model, DataSource(), output=tmp_path / "out", limit=2)
     session = open_session(asked, World(), torch.device("cpu"), said.append)
     wanted = AskedTasks(names=("own_schema",), root=tmp_path, include_path=str(definitions))
     record = evaluate_tasks(session, wanted)

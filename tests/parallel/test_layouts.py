@@ -11,9 +11,9 @@ import pytest
 
 from overland.apps.proofs.layout import (
     TOLERANCES,
-    Bounds,
     LayoutVerdict,
     References,
+    Tolerance,
     curve,
     proof_job,
     prove_layouts,
@@ -53,7 +53,7 @@ def test_the_same_layout_run_twice_gives_the_same_bits(ranks: RankPool, tmp_path
 
 
 def test_the_table_states_the_bounds_of_losses_and_of_the_norm() -> None:
-    verdict = LayoutVerdict("tp2", 2, "float32", 9e-5, 9e-3, 9e-5, Bounds(1e-4, 1e-2))
+    verdict = LayoutVerdict("tp2", 2, "float32", 9e-5, 9e-3, 9e-5, Tolerance(1e-4, 1e-2))
     assert verdict.is_equal
     assert verdict.cells()[2] == "float32 (≤ 0.0001, 0.01)"
     for worse in ("loss", "norm", "validation"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from overland.config.derived import resolve_degrees, settle_dtype
+from overland.config.derived import resolve_degrees, resolve_dtype
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
 from overland.models.registry import model_config
@@ -27,7 +27,7 @@ def job(
     for section, values in sections.items():
         settings[section] = {**settings.get(section, {}), **values}
     config = JobConfig.model_validate(settings)
-    training = settle_dtype(config.training, "cuda")
+    training = resolve_dtype(config.training, "cuda")
     config = config.model_copy(update={"training": training})
     architecture = model_config(config.model)
     assert isinstance(architecture, DecoderConfig)

@@ -16,7 +16,7 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.registry import model_config
 from overland.training import auto
-from overland.training.auto import settle
+from overland.training.auto import resolve_auto
 from overland.world import World
 from tests.jobs import run_job, tiny_job
 
@@ -40,7 +40,7 @@ def settled(device: torch.device, **sections: dict[str, Any]) -> tuple[JobConfig
     }
     config = JobConfig.model_validate({**base, **sections})
     degrees = resolve_degrees(config.parallelism, 1)
-    return settle(config, model_config(config.model), degrees, device)
+    return resolve_auto(config, model_config(config.model), degrees, device)
 
 
 @pytest.mark.usefixtures("gpu")

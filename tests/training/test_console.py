@@ -16,7 +16,7 @@ import pytest
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
 from overland.training.closing import next_commands
-from overland.training.console import Pace, line_of, others
+from overland.training.console import StepTimes, line_of, others
 from overland.training.screen import Screen
 from overland.training.status_line import Status, draw, smoothed, sparkline
 from overland.world import World
@@ -155,7 +155,7 @@ def test_plain_lines_say_what_takes_long(
 def test_the_pace_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    pace = Pace(step=10)
+    pace = StepTimes(step=10)
     now = 100.0  # compiled
     pace.step(11)
     assert pace.left(steps=20) is None

@@ -36,7 +36,7 @@ PREFILL_TOKENS = 16_384  # prompt tokens processed at once: more would need larg
 
 
 @dataclass
-class Pass:
+class CachedPass:
     """State shared by the layers during one forward pass."""
 
     is_start: bool
@@ -60,7 +60,7 @@ class CachedAttention(nn.Module):
         self.window = window
         self.plain = Attention()
 
-    def forward(self, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Pass) -> Tensor:
+    def forward(self, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: CachedPass) -> Tensor:
         k_BKTd, v_BKTd = self.k_BKTd[mask.rows], self.v_BKTd[mask.rows]
         if mask.is_start:
             k_BKTd[:, :, : k_BKSd.shape[2]] = k_BKSd
@@ -87,9 +87,9 @@ class CachedAttention(nn.Module):
 
 
 class CachedMasks(nn.Module):
-    """Passes the current `Pass` to the layers instead of masks."""
+    """Passes the current `CachedPass` to the layers instead of masks."""
 
-    current: Pass
+    current: CachedPass
 
     def __init__(self, plain: Masks) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class CachedMasks(nn.Module):
 
     def forward(
         self, x_BSD: Tensor, seq_len: int, documents_BS: Tensor | None
-    ) -> dict[int | None, Pass]:
+    ) -> dict[int | None, CachedPass]:
         now = self.current
         if not now.is_start:
             return dict.fromkeys(self.plain.windows, now)
         masks = self.plain(x_BSD, seq_len, documents_BS)
         return {
-            window: Pass(True, now.rows, now.lengths_B, now.seen, mask)
+            window: CachedPass(True, now.rows, now.lengths_B, now.seen, mask)
             for window, mask in masks.items()
         }
 
@@ -176,7 +176,7 @@ class CachedDecoder:
         lengths_B = self.lengths_B[rows]
         if self.written_out is not None:
             return self.written_out.start(tokens_BS, rows, lengths_B - 1)
-        begun = Pass(True, rows, lengths_B, tokens_BS.shape[1])
+        begun = CachedPass(True, rows, lengths_B, tokens_BS.shape[1])
         hidden_BSD = self._hidden(tokens_BS, None, begun)
         here_B = torch.arange(len(tokens_BS), device=self.device)
         return self.head(hidden_BSD[here_B, lengths_B - 1])
@@ -188,7 +188,7 @@ class CachedDecoder:
         lengths_B = self.lengths_B[rows]
         new_S = torch.arange(tokens_BS.shape[1], device=self.device)
         seen = self.capacity if self.is_static else longest
-        one = Pass(False, rows, lengths_B, seen)
+        one = CachedPass(False, rows, lengths_B, seen)
         return self._hidden(tokens_BS, lengths_B[:, None] + new_S, one)
 
     def step(self, tokens_B: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class CachedDecoder:
         logits: Tensor = self.model.lm_head(hidden)
         return logits
 
-    def _hidden(self, tokens_BS: Tensor, positions_BS: Tensor | None, one: Pass) -> Tensor:
+    def _hidden(self, tokens_BS: Tensor, positions_BS: Tensor | None, one: CachedPass) -> Tensor:
         cast(CachedMasks, self.model.model.masks).current = one
         hidden_BSD: Tensor = self.model.model(tokens_BS, positions_BS)
         return hidden_BSD

@@ -40,7 +40,7 @@ def ends_of(opened: OpenModel) -> tuple[int, ...]:
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """A conversation so far, with the settings for generating answers."""
 
     opened: OpenModel

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from overland.apps.evaluation.score import ContinuationScorer, Pair, Score
+from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore
 from overland.errors import ClusterError
 from overland.parallel.comm import all_of, from_first_rank
 from overland.progress import progress_bar
@@ -27,7 +27,7 @@ Texts = Callable[
 Work = tuple[Literal["score", "generate"], list[Any], list[str], dict[str, Any]]
 
 
-class Crew:
+class TaskRanks:
     def __init__(
         self,
         scorer: ContinuationScorer,
@@ -49,10 +49,10 @@ class Crew:
             if isinstance(found := record.get("done"), dict):
                 self.known |= found
 
-    def score(self, pairs: Sequence[Pair]) -> list[Score]:
+    def score(self, pairs: Sequence[Pair]) -> list[TextScore]:
         keys = [key_of(context, continuation) for context, continuation in pairs]
         self._compute("score", pairs, keys, {})
-        return [Score(*self.known[key]) for key in keys]
+        return [TextScore(*self.known[key]) for key in keys]
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> list[str]:
         """Generates a completion for each prompt. With sampling, a repeated prompt is sampled

@@ -41,7 +41,7 @@ from overland.data.sources.marks import FileMark, digest_of
 from overland.data.sources.source import BadDocument, FileSource, Source, list_chunks
 from overland.data.sources.source import Document as Raw
 from overland.data.tokenizer import Tokenizer
-from overland.errors import DataError, Unsettled
+from overland.errors import ChoiceRequired, DataError
 from overland.words import any_of
 
 CHARACTERS_PER_TOKEN = 4  # approximate, to detect long documents before they are tokenized
@@ -271,7 +271,7 @@ def _known(data: Data) -> list[str]:
 def _open(name: str, wanted: DataSource, data: Data) -> Source:
     try:
         return open_by_name(name, wanted, data, held_out=True)
-    except Unsettled as error:
+    except ChoiceRequired as error:
         raise error.by(f"--{error.option}") from None
 
 

@@ -71,7 +71,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """Options from the command line."""
 
     path: Path
@@ -101,10 +101,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Session:
+class EvaluationSession:
     """A loaded model, on this rank."""
 
-    asked: Asked
+    asked: EvaluationRequest
     found: Found
     scorer: RowScorer
     ranks: Ranks
@@ -123,16 +123,18 @@ class Session:
         return [one for some in all_of(mine if self.ranks.leads else []) for one in some]
 
 
-def open_session(asked: Asked, world: World, device: torch.device, report: Report) -> Session:
+def open_session(
+    asked: EvaluationRequest, world: World, device: torch.device, report: Report
+) -> EvaluationSession:
     given = Given(asked.base, asked.tokenizer, asked.config, asked.step)
     found = find_model(asked.path, given)
     usual = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = asked.dtype or usual
     scorer, ranks = open_on_ranks(found, world, device, dtype, asked.shard, asked.tensor_parallel)
-    return Session(asked, found, scorer, ranks, world, dtype, report)
+    return EvaluationSession(asked, found, scorer, ranks, world, dtype, report)
 
 
-def sets_for(session: Session) -> list[EvaluationSet]:
+def sets_for(session: EvaluationSession) -> list[EvaluationSet]:
     """Returns the datasets that were requested, or those that a run validates on."""
     asked, config = session.asked, session.found.config
     if asked.data:
@@ -158,7 +160,7 @@ def sets_for(session: Session) -> list[EvaluationSet]:
     return sets_of_run(config, session.scorer.vocab_size, preparer)
 
 
-def settings_of(session: Session) -> Settings:
+def settings_of(session: EvaluationSession) -> Settings:
     asked, found = session.asked, session.found
     trained = found.config.training.seq_len if found.config is not None else found.context
     context = asked.context or min(trained, MOST_CONTEXT)
@@ -180,7 +182,7 @@ def settings_of(session: Session) -> Settings:
     return Settings(context, stride, prefix, asked.joined, asked.limit, name)
 
 
-def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Record:
+def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Settings) -> Record:
     """Returns the perplexity on a dataset: from a saved result, resumed, or computed."""
     asked, found = session.asked, session.found
     base = asked.base or base_of(found.path)
@@ -265,13 +267,13 @@ def _kept_before(kept: Kept, again: bool, report: Report) -> tuple[Record | None
     return None, done
 
 
-def _batch_tokens(session: Session) -> int:
+def _batch_tokens(session: EvaluationSession) -> int:
     return BATCH_TOKENS.get(session.scorer.device.type, BATCH_TOKENS["cpu"])
 
 
 @contextmanager
 def _progress(
-    name: str, expected: int | None, session: Session
+    name: str, expected: int | None, session: EvaluationSession
 ) -> Iterator[Callable[[Sums], None]]:
     """Shows how many documents rank 0 has processed: as a bar in a terminal, otherwise as a line
     from time to time."""

@@ -51,7 +51,7 @@ class Completion:
     reason: Reason
 
 
-class Rows(Protocol):
+class StepModel(Protocol):
     """Computes the logits of the rows of a batch."""
 
     lengths_B: Tensor
@@ -76,12 +76,12 @@ class Generator:
         self.batch_size, self.length = batch_size, min(length, opened.context)
         self.vocab_size = getattr(getattr(opened.model, "config", None), "vocab_size", None)
         self.is_cached = can_cache(opened.model)
-        self.rows: Rows = (
+        self.rows: StepModel = (
             CachedDecoder(opened.model, batch_size, is_static=opened.device.type == "cuda")
             if self.is_cached
             else PlainRows(opened.model, batch_size, self.length, opened.device)
         )
-        self.batch = Batch(self.rows, batch_size, opened.device)
+        self.batch = PromptBatch(self.rows, batch_size, opened.device)
 
     def close(self) -> None:
         """Restores the original model and frees the cache."""
@@ -138,7 +138,7 @@ class Generator:
 
     def _asked(
         self, max_new_tokens: int, sampling: Sampling, end_ids: Collection[int], stop: Sequence[str]
-    ) -> Asked:
+    ) -> GenerationRequest:
         if max_new_tokens < 1:
             raise DataError(f"--num-tokens {max_new_tokens}: expected 1 or more")
         if "" in stop:
@@ -146,11 +146,11 @@ class Generator:
         specials = self.tokenizer.specials  # they are not part of the text
         ends = {*end_ids, *(specials[one] for one in stop if one in specials)}
         texts = tuple(one for one in stop if one not in specials)
-        return Asked(max_new_tokens, sampling, frozenset(ends), texts)
+        return GenerationRequest(max_new_tokens, sampling, frozenset(ends), texts)
 
-    def _row(self, prompt: Sequence[int], number: int, asked: Asked) -> Row:
+    def _row(self, prompt: Sequence[int], number: int, asked: GenerationRequest) -> GrowingText:
         self._check(prompt, number)
-        return Row(self.tokenizer, prompt, number, asked, self.length)
+        return GrowingText(self.tokenizer, prompt, number, asked, self.length)
 
     def _check(self, prompt: Sequence[int], number: int) -> None:
         if not prompt:
@@ -168,8 +168,8 @@ class Generator:
             )
 
     def _run(
-        self, rows: Sequence[Row], asked: Asked, is_watched: bool = False
-    ) -> Iterator[tuple[Row, str]]:
+        self, rows: Sequence[GrowingText], asked: GenerationRequest, is_watched: bool = False
+    ) -> Iterator[tuple[GrowingText, str]]:
         """Generates the rows of a batch until all have ended; yields text as it is generated, if
         `is_watched`."""
         is_watched = is_watched or bool(asked.stop)
@@ -194,7 +194,7 @@ class Generator:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     max_new_tokens: int
     sampling: Sampling
     end_ids: frozenset[int]
@@ -202,13 +202,13 @@ class Asked:
 
 
 @dataclass
-class Row:
+class GrowingText:
     """A prompt and its completion so far."""
 
     tokenizer: Tokenizer
     prompt: Sequence[int]
     number: int
-    asked: Asked
+    asked: GenerationRequest
     length: int
     ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -259,11 +259,11 @@ class Row:
         return piece + rest
 
 
-class Batch:
+class PromptBatch:
     """The state of a step on the device. It is allocated once and stays in place, so that a step
     can be recorded and replayed."""
 
-    def __init__(self, rows: Rows, batch_size: int, device: torch.device) -> None:
+    def __init__(self, rows: StepModel, batch_size: int, device: torch.device) -> None:
         self.rows, self.batch_size, self.device = rows, batch_size, device
         self.tokens_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.keys_2B = torch.zeros(2, batch_size, dtype=torch.int64, device=device)
@@ -271,7 +271,7 @@ class Batch:
         self.sampling, self.count = Sampling(), batch_size
 
     @torch.no_grad()
-    def start(self, given: Sequence[Row], sampling: Sampling) -> Reading:
+    def start(self, given: Sequence[GrowingText], sampling: Sampling) -> Readback:
         """Starts rows and chooses the first token of each."""
         self.rows.reserve(max(len(row.prompt) + row.most for row in given))
         prompts, numbers = [row.prompt for row in given], [row.number for row in given]
@@ -288,12 +288,12 @@ class Batch:
             self.seen_BV.zero_()
             for seen_V, prompt in zip(self.seen_BV, prompts, strict=False):
                 seen_V[torch.tensor(prompt, device=self.device)] = True
-        return Reading(self._choose(logits_BV))
+        return Readback(self._choose(logits_BV))
 
     @torch.no_grad()
-    def step(self) -> Reading:
+    def step(self) -> Readback:
         """Chooses the next token of each row."""
-        return Reading(self._choose(self.rows.step(self.tokens_B[: self.count])))
+        return Readback(self._choose(self.rows.step(self.tokens_B[: self.count])))
 
     def _choose(self, logits_BV: Tensor) -> Tensor:
         count, seen_BV = self.count, None
@@ -308,7 +308,7 @@ class Batch:
         return chosen_B
 
 
-class Reading:
+class Readback:
     """Tokens being copied from the device."""
 
     def __init__(self, tokens_B: Tensor) -> None:

@@ -24,7 +24,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from overland.apps.evaluation.score import Pair, Score
+from overland.apps.evaluation.score import Pair, TextScore
 from overland.data.chat import ChatError, ChatTemplate, split_specials
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import DEFAULT
@@ -40,7 +40,7 @@ CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 class Engine(Protocol):
     """Computes scores and texts, in one process or on all ranks."""
 
-    def score(self, pairs: Sequence[Pair]) -> list[Score]: ...
+    def score(self, pairs: Sequence[Pair]) -> list[TextScore]: ...
 
     def require_texts(self) -> None:
         """Raises an error if it cannot generate text."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from overland.apps.evaluation.evaluate import (
-    Asked,
+    EvaluationRequest,
     evaluate_set,
     open_session,
     sets_for,
@@ -129,7 +129,7 @@ def evaluate(
             raise ArgumentError(f"{name} has no effect without {needed}: give both")
     if step is not None and steps is not None:
         raise ArgumentError("step and steps are given: omit one of them")
-    asked = Asked(
+    asked = EvaluationRequest(
         path=path_of(path, "path"),
         choices=DataSource(column=column, subset=subset, split=split),
         skip_bad=skip_bad,
@@ -183,7 +183,11 @@ def asked_tasks(tasks: Sequence[str], datasets: Path | None, **settings: Any) ->
 
 
 def evaluate_here(
-    asked: Asked, tasks: AskedTasks | None, steps: str | None, world: World, quiet: bool = False
+    asked: EvaluationRequest,
+    tasks: AskedTasks | None,
+    steps: str | None,
+    world: World,
+    quiet: bool = False,
 ) -> list[Record]:
     """Evaluates on this rank; the first rank's results are complete."""
 
@@ -206,7 +210,7 @@ def evaluate_here(
 
 
 def evaluate_one(
-    asked: Asked,
+    asked: EvaluationRequest,
     tasks: AskedTasks | None,
     world: World,
     device: torch.device,

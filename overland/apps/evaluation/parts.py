@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.apps.evaluation.documents import Document
-from overland.apps.evaluation.windows import Ids, Row, row_of, spans
+from overland.apps.evaluation.windows import Ids, WindowRow, row_of, spans
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 
@@ -26,10 +26,10 @@ TOGETHER = 64  # documents that are tokenized at once if all are joined into one
 
 
 @dataclass(frozen=True)
-class Rows:
+class WindowRows:
     """The windows of a part's documents."""
 
-    rows: list[Row]
+    rows: list[WindowRow]
     unscored: int = 0
     """First tokens of documents, which have nothing to be predicted from."""
     num_bytes: int | None = 0
@@ -37,11 +37,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Part:
+class EvaluationPart:
     number: int
     num_documents: int
     """The number of documents that begin in this part."""
-    make: Callable[[], Rows]
+    make: Callable[[], WindowRows]
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Cutter:
     def part_tokens(self) -> int:
         return max(LEAST_TOKENS, WINDOWS * self.context)
 
-    def parts(self, documents: Iterable[Document]) -> Iterator[Part]:
+    def parts(self, documents: Iterable[Document]) -> Iterator[EvaluationPart]:
         yield from self._joined(documents) if self.joined else self._alone(documents)
 
-    def _alone(self, documents: Iterable[Document]) -> Iterator[Part]:
+    def _alone(self, documents: Iterable[Document]) -> Iterator[EvaluationPart]:
         together: list[Document] = []
         size = 0
         for document in documents:
@@ -83,18 +83,18 @@ class Cutter:
         if together:
             yield self._short(together)
 
-    def _short(self, documents: list[Document]) -> Part:
-        def make() -> Rows:
-            rows: list[Row] = []
+    def _short(self, documents: list[Document]) -> EvaluationPart:
+        def make() -> WindowRows:
+            rows: list[WindowRow] = []
             found = self._encode(documents)
             for document, ids in zip(documents, found, strict=True):
                 rows += self._rows(document, ids, list(spans(len(ids), self.context, self.stride)))
             unscored = sum(map(self._unscored, documents, found))
-            return Rows(rows, unscored, *self._measure(documents, found))
+            return WindowRows(rows, unscored, *self._measure(documents, found))
 
-        return Part(next(self._numbers), len(documents), make)
+        return EvaluationPart(next(self._numbers), len(documents), make)
 
-    def _long(self, document: Document) -> Iterator[Part]:
+    def _long(self, document: Document) -> Iterator[EvaluationPart]:
         """Yields a document as one or more parts of its own; all ranks tokenize it."""
         (ids,) = self._encode([document])
         windows = list(spans(len(ids), self.context, self.stride))
@@ -102,18 +102,20 @@ class Cutter:
         for start in range(0, max(1, len(windows)), per_part):
             some = windows[start : start + per_part]
 
-            def make(some: Sequence[tuple[int, int, int]] = some, first: bool = start == 0) -> Rows:
+            def make(
+                some: Sequence[tuple[int, int, int]] = some, first: bool = start == 0
+            ) -> WindowRows:
                 rows = self._rows(document, ids, some)
                 if not first:
-                    return Rows(rows)
+                    return WindowRows(rows)
                 unscored = self._unscored(document, ids)
-                return Rows(rows, unscored, *self._measure([document], [ids]))
+                return WindowRows(rows, unscored, *self._measure([document], [ids]))
 
-            yield Part(next(self._numbers), int(start == 0), make)
+            yield EvaluationPart(next(self._numbers), int(start == 0), make)
 
-    def _joined(self, documents: Iterable[Document]) -> Iterator[Part]:
+    def _joined(self, documents: Iterable[Document]) -> Iterator[EvaluationPart]:
         """Yields parts of one long text; all ranks tokenize all of it, some documents at a time."""
-        text = Joined(self.context, self.stride)
+        text = JoinedDocuments(self.context, self.stride)
         those: list[Document] = []
         encoded: list[Ids] = []
         most = max(1, self.part_tokens // self.stride)
@@ -137,17 +139,19 @@ class Cutter:
             those, encoded = [], []
             rows = text.take(most, is_all=True)
 
-    def _part_of_joined(self, rows: list[Row], those: list[Document], encoded: list[Ids]) -> Part:
+    def _part_of_joined(
+        self, rows: list[WindowRow], those: list[Document], encoded: list[Ids]
+    ) -> EvaluationPart:
         number = next(self._numbers)
         # The very first token has nothing before it. A prefix is not part of the text.
         is_first = number == 0 and bool(rows) and those[0].counts is None
         unscored = int(is_first and rows[0].tokens[0] != self.prefix)
 
-        def make() -> Rows:
+        def make() -> WindowRows:
             some = [row for row in rows if row.num_scored]
-            return Rows(some, unscored, *self._measure(those, encoded))
+            return WindowRows(some, unscored, *self._measure(those, encoded))
 
-        return Part(number, len(those), make)
+        return EvaluationPart(number, len(those), make)
 
     def _between(self, before: Document | None, document: Document) -> Ids:
         """Returns the special tokens between two joined documents: EOS after the one, and the
@@ -186,7 +190,7 @@ class Cutter:
 
     def _rows(
         self, document: Document, ids: Ids, some: Sequence[tuple[int, int, int]]
-    ) -> list[Row]:
+    ) -> list[WindowRow]:
         rows = [row_of(ids, span, document.counts) for span in some]
         return [row for row in rows if row.num_scored]
 
@@ -212,7 +216,7 @@ class Cutter:
         return num_bytes, num_words
 
 
-class Joined:
+class JoinedDocuments:
     """The windows of a growing text."""
 
     def __init__(self, context: int, stride: int) -> None:
@@ -229,12 +233,12 @@ class Joined:
         counts = (np.ones(len(ids), np.bool_) if these is None else these for ids, these in some)
         self.counts = np.concatenate([self.counts, *counts])
 
-    def take(self, most: int, is_all: bool = False) -> list[Row]:
+    def take(self, most: int, is_all: bool = False) -> list[WindowRow]:
         """Returns `most` windows, or none while there are fewer; with `is_all`, the rest."""
         last = len(self.ids) - 1
         if not is_all and last < self.start + (most - 1) * self.stride + self.context:
             return []
-        rows: list[Row] = []
+        rows: list[WindowRow] = []
         while len(rows) < most and self.counted < last:
             stop = min(self.start + self.context, last)
             rows.append(row_of(self.ids, (self.start, stop, self.counted), self.counts))

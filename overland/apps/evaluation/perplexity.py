@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from overland.apps.evaluation.parts import Part
+from overland.apps.evaluation.parts import EvaluationPart
 from overland.apps.evaluation.ranks import Ranks, RowScorer
 from overland.apps.evaluation.windows import IGNORED, batches, padded
 from overland.errors import DataError
@@ -109,7 +109,7 @@ def figures(sums: Sums) -> dict[str, float | None]:
 
 def score(
     scorer: RowScorer,
-    parts: Iterable[Part],
+    parts: Iterable[EvaluationPart],
     ranks: Ranks,
     *,
     batch_tokens: int,
@@ -135,8 +135,8 @@ def score(
 
 
 def _share(
-    parts: Iterable[Part], ranks: Ranks, done: Mapping[int, Sums], watch: Watch
-) -> Iterator[Part]:
+    parts: Iterable[EvaluationPart], ranks: Ranks, done: Mapping[int, Sums], watch: Watch
+) -> Iterator[EvaluationPart]:
     """Assigns the remaining parts to the ranks in turn. All ranks read all documents, but tokenize
     only their own."""
     passed, turn, last = Sums(), 0, 0.0
@@ -152,7 +152,7 @@ def _share(
 
 
 def _batches(
-    parts: Iterable[Part],
+    parts: Iterable[EvaluationPart],
     scorer: RowScorer,
     batch_tokens: int,
     found: list[Done],

@@ -49,14 +49,14 @@ PREDICTIONS_AT_ONCE = 1024  # each one is a row of logits, of 128k numbers or mo
 
 
 @record
-class Score(NamedTuple):
+class TextScore(NamedTuple):
     log_likelihood: float
     is_greedy: bool
     """Whether greedy decoding would produce the continuation."""
 
 
 @dataclass
-class Row:
+class ScoredRow:
     """Sequences packed as a tree."""
 
     tokens: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ class ContinuationScorer:
             self.longest_tree = 0
         self.tokens_at_once = TOKENS_AT_ONCE.get(self.device.type, TOKENS_AT_ONCE["cuda"])
 
-    def score(self, requests: Sequence[Pair]) -> Iterator[list[tuple[int, Score]]]:
+    def score(self, requests: Sequence[Pair]) -> Iterator[list[tuple[int, TextScore]]]:
         """Yields batches of (number of the request, its score), the longest first."""
         planted = plant(requests, self.max_length, self.longest_tree)
         rows = sorted(planted, key=len, reverse=True)
@@ -119,7 +119,7 @@ class ContinuationScorer:
             yield scores
             start = stop
 
-    def _stop(self, rows: list[Row], start: int) -> int:
+    def _stop(self, rows: list[ScoredRow], start: int) -> int:
         """Returns where the batch that starts here ends."""
         longest = len(rows[start])
         num_rows = self.batch_size or max(1, self.tokens_at_once // longest)
@@ -139,7 +139,7 @@ class ContinuationScorer:
         self.tokens_at_once = num_rows // 2 * length
 
     @torch.no_grad()
-    def _score_rows(self, rows: list[Row]) -> list[tuple[int, Score]]:
+    def _score_rows(self, rows: list[ScoredRow]) -> list[tuple[int, TextScore]]:
         """Runs one forward pass, and computes logits only where a token is predicted."""
         places = [(b, p) for b, row in enumerate(rows) for _, some, _ in row.asked for p in some]
         wanted = [token for row in rows for _, _, some in row.asked for token in some]
@@ -161,8 +161,8 @@ class ContinuationScorer:
         return self._collect(rows, *predicted_2N)
 
     def _collect(
-        self, rows: list[Row], log_likelihoods_N: Tensor, greedy_N: Tensor
-    ) -> list[tuple[int, Score]]:
+        self, rows: list[ScoredRow], log_likelihoods_N: Tensor, greedy_N: Tensor
+    ) -> list[tuple[int, TextScore]]:
         values, hits = log_likelihoods_N.double().cpu().numpy(), greedy_N.cpu().numpy()
         if not np.isfinite(values).all():
             raise ModelError("the model's predictions are not finite: its weights are broken")
@@ -170,7 +170,9 @@ class ContinuationScorer:
         for row in rows:
             for number, places, _ in row.asked:
                 some = slice(start, start + len(places))
-                scores.append((number, Score(float(values[some].sum()), bool(hits[some].all()))))
+                scores.append(
+                    (number, TextScore(float(values[some].sum()), bool(hits[some].all())))
+                )
                 start += len(places)
         return scores
 
@@ -183,7 +185,7 @@ class ContinuationScorer:
         return torch.from_numpy(table).to(self.device)
 
 
-def plant(requests: Sequence[Pair], max_length: int, longest_tree: int) -> Iterator[Row]:
+def plant(requests: Sequence[Pair], max_length: int, longest_tree: int) -> Iterator[ScoredRow]:
     """Yields rows that together contain every request; rows that branch have at most `longest_tree`
     tokens. Requests longer than `max_length` are truncated on the left, as in the harness."""
     sequences: list[tuple[bytes, int, Ids, list[int]]] = []
@@ -193,13 +195,13 @@ def plant(requests: Sequence[Pair], max_length: int, longest_tree: int) -> Itera
         sequences.append((ids.astype(">i8").tobytes(), number, ids, list(continuation)))
     sequences.sort(key=lambda one: one[:2])  # bytes sort like the ids, but faster
 
-    row, last, room = Row(), np.empty(0, np.int64), 0
+    row, last, room = ScoredRow(), np.empty(0, np.int64), 0
     path: list[int] = []  # places of the last sequence
     for _, number, ids, wanted in sequences:
         shared = num_shared(last, ids)
         if row.tokens and not joins(row, shared, len(last), len(ids), room):
             yield close(row, path, 0)
-            row, path, shared = Row(), [], 0
+            row, path, shared = ScoredRow(), [], 0
         if not row.tokens:
             room = min(longest_tree, max(ROW_TOKENS, 2 * len(ids)))
         row.is_chain = row.is_chain and shared == len(path)
@@ -227,14 +229,14 @@ def check_request(context: Sequence[int], continuation: Sequence[int], max_lengt
         )
 
 
-def joins(row: Row, shared: int, last: int, new: int, room: int) -> bool:
+def joins(row: ScoredRow, shared: int, last: int, new: int, room: int) -> bool:
     """Whether a sequence is added to the row: if it shares at least half of itself."""
     if shared == last and len(row) == last:  # it only extends the last one
         return True
     return 2 * shared >= new and len(row) + new - shared <= room
 
 
-def close(row: Row, path: list[int], depth: int) -> Row:
+def close(row: ScoredRow, path: list[int], depth: int) -> ScoredRow:
     """Closes a branch: later tokens do not see its tokens beyond this depth."""
     for place in path[depth:]:
         row.ends[place] = len(row.tokens)

@@ -12,7 +12,7 @@ from overland.errors import DataError
 from overland.words import any_of
 
 if TYPE_CHECKING:
-    from overland.apps.evaluation.evaluate import Session
+    from overland.apps.evaluation.evaluate import EvaluationSession
 
 ROWS_AT_ONCE = {"cpu": 8, "cuda": 64}
 DRAWN_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -22,7 +22,7 @@ KNOWN = ("until", "max_gen_toks", "do_sample", *DRAWN_BY)
 class TaskTexts:
     """Generates completions for this rank's share of the prompts."""
 
-    def __init__(self, session: Session, context: int) -> None:
+    def __init__(self, session: EvaluationSession, context: int) -> None:
         found, device = session.found, session.scorer.device
         self.opened = OpenModel(
             session.scorer.model, found.tokenizer, found.config, context, found.path, found.step,

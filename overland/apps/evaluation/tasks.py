@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import overland
-from overland.apps.evaluation.crew import Crew
+from overland.apps.evaluation.crew import TaskRanks
 from overland.apps.evaluation.results import Kept, Record, base_of, mark_of_weights
 from overland.apps.evaluation.score import ContinuationScorer
 from overland.apps.evaluation.task_data import Needs, matching, needs_of, open_manager
@@ -37,7 +37,7 @@ from overland.errors import sentence
 from overland.files import replace_file
 
 if TYPE_CHECKING:
-    from overland.apps.evaluation.evaluate import Session
+    from overland.apps.evaluation.evaluate import EvaluationSession
 
 KIND = "tasks"
 
@@ -51,7 +51,7 @@ class AskedTasks(TaskOptions):
     """Where their datasets are."""
 
 
-def evaluate_tasks(session: Session, wanted: AskedTasks) -> Record:
+def evaluate_tasks(session: EvaluationSession, wanted: AskedTasks) -> Record:
     """Returns the scores on tasks: from a saved result, resumed, or computed."""
     settings, root = settings_for(session, wanted), wanted.root
     asked, place = session.asked, session.asked.place(session.found)
@@ -102,7 +102,7 @@ def evaluate_tasks(session: Session, wanted: AskedTasks) -> Record:
     }
 
 
-def settings_for(session: Session, asked: AskedTasks) -> TaskSettings:
+def settings_for(session: EvaluationSession, asked: AskedTasks) -> TaskSettings:
     found = session.found
     allowed = getattr(found.architecture, "max_position_embeddings", found.context)
     return TaskSettings(
@@ -119,7 +119,7 @@ def label_of(settings: TaskSettings) -> str:
 
 
 def _key_and_result(
-    session: Session, settings: TaskSettings, root: Path
+    session: EvaluationSession, settings: TaskSettings, root: Path
 ) -> tuple[list[Any], Record | None]:
     """Returns everything that affects the scores, and the saved result if there is one."""
     include = None if settings.include_path is None else Path(settings.include_path)
@@ -155,8 +155,11 @@ def versions() -> dict[str, str]:
 
 
 def crew_of(
-    session: Session, settings: TaskSettings, kept: Kept, done: Iterable[Mapping[str, Any]]
-) -> Crew:
+    session: EvaluationSession,
+    settings: TaskSettings,
+    kept: Kept,
+    done: Iterable[Mapping[str, Any]],
+) -> TaskRanks:
     ranks = session.ranks
     scorer = ContinuationScorer(
         session.scorer.model,
@@ -170,10 +173,10 @@ def crew_of(
     )
     is_whole = ranks.size == session.world.size and not ranks.in_step
     texts = TaskTexts(session, settings.context) if is_whole else None
-    return Crew(scorer, texts, session.world, leads=ranks.leads, keep=kept.add, done=done)
+    return TaskRanks(scorer, texts, session.world, leads=ranks.leads, keep=kept.add, done=done)
 
 
-def harness_model(session: Session, settings: TaskSettings, crew: Crew) -> Any:
+def harness_model(session: EvaluationSession, settings: TaskSettings, crew: TaskRanks) -> Any:
     from overland.apps.evaluation.harness import HarnessModel
 
     tokenizer, config = session.found.tokenizer, session.found.config

@@ -26,7 +26,7 @@ Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Row:
+class WindowRow:
     """A window: the input tokens, and the label of each (-100: not counted)."""
 
     tokens: Ids
@@ -46,18 +46,18 @@ def spans(num_tokens: int, context: int, stride: int) -> Iterator[Span]:
         start, counted = start + stride, stop
 
 
-def row_of(ids: Ids, span: Span, counts: npt.NDArray[np.bool_] | None = None) -> Row:
+def row_of(ids: Ids, span: Span, counts: npt.NDArray[np.bool_] | None = None) -> WindowRow:
     """Returns a window of a text. `counts`: which of its tokens are scored at all."""
     start, stop, first = span
     labels = ids[start + 1 : stop + 1].copy()
     labels[: first - start] = IGNORED
     if counts is not None:
         labels[~counts[start + 1 : stop + 1]] = IGNORED
-    return Row(ids[start:stop], labels)
+    return WindowRow(ids[start:stop], labels)
 
 
 def batches(
-    rows: Sequence[Row], most_tokens: int, alike_from: int | None = None
+    rows: Sequence[WindowRow], most_tokens: int, alike_from: int | None = None
 ) -> Iterator[list[int]]:
     """Yields the numbers of rows that form a batch: rows of similar length, longest first, with at
     most `most_tokens` including padding (or a single row). Rows longer than `alike_from` are only
@@ -74,7 +74,7 @@ def batches(
         yield batch
 
 
-def padded(rows: Sequence[Row], multiple: int = 1) -> tuple[Ids, Ids]:
+def padded(rows: Sequence[WindowRow], multiple: int = 1) -> tuple[Ids, Ids]:
     """Returns the tokens and labels of a batch. Padding is at the end of rows, where causal
     attention cannot see it, and has no labels. The length is a multiple of `multiple`."""
     length = -(-max(len(row.tokens) for row in rows) // multiple) * multiple

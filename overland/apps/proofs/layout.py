@@ -91,7 +91,7 @@ LARGER: dict[str, Any] = {
 }
 
 
-class Bounds(NamedTuple):
+class Tolerance(NamedTuple):
     """The largest relative differences that pass."""
 
     loss: float
@@ -106,7 +106,7 @@ class LayoutVerdict:
     loss_difference: float
     norm_difference: float
     validation_difference: float
-    bounds: Bounds
+    bounds: Tolerance
     error: str = ""
 
     @property
@@ -140,7 +140,7 @@ class LayoutVerdict:
 
 Curve = list[tuple[float, ...]]
 Curves = tuple[Curve, Curve]
-References = dict[tuple[str, ...], tuple[Curves, Bounds]]
+References = dict[tuple[str, ...], tuple[Curves, Tolerance]]
 
 
 def prove_layouts(
@@ -168,7 +168,7 @@ def prove_layouts(
             )
             if layout.kinds not in references:
                 alone = pool.run(1, curves, job_of(None))[0]
-                bounds = Bounds(TOLERANCES[dtype], NORM_TOLERANCES[dtype])
+                bounds = Tolerance(TOLERANCES[dtype], NORM_TOLERANCES[dtype])
                 if pool.device_type == "cuda":
                     others = [job_of(ROW_BY_ROW)]
                     if dtype in WIDER:
@@ -196,14 +196,14 @@ def prove_layouts(
         )
 
 
-def spread_bounds(others: list[Curves], alone: Curves, dtype: str) -> Bounds:
+def spread_bounds(others: list[Curves], alone: Curves, dtype: str) -> Tolerance:
     """Returns bounds for a GPU, whose kernels round by the shape of what they multiply: a few times
     what one rank differs from itself, when it computes row by row and when it computes in a wider
     format, which shows what rounding itself is worth (ranks round sums that one rank does not)."""
     losses = [difference(one[0], alone[0], 0) for one in others]
     losses += [difference(one[1], alone[1], 0) for one in others]
     norms = [difference(one[0], alone[0], 1) for one in others]
-    return Bounds(*(max(FLOORS[dtype], SPREADS * max(spread)) for spread in (losses, norms)))
+    return Tolerance(*(max(FLOORS[dtype], SPREADS * max(spread)) for spread in (losses, norms)))
 
 
 def curves(world: World, config: JobConfig) -> Curves:

@@ -61,7 +61,7 @@ every step.
 
 
 @dataclass(frozen=True)
-class Story:
+class SessionStory:
     corpora: str
     packing: str
     mixture: str
@@ -73,7 +73,7 @@ class Story:
 
 
 STORIES = [
-    Story(*parts)
+    SessionStory(*parts)
     for parts in product(
         ("built", "streamed"), ("pack", "overflow", "trunc", "best_fit"), ("tokens", "rows"),
         ("many", "few"),
@@ -82,15 +82,15 @@ STORIES = [
 
 
 SHORT = [
-    Story("built", "pack", "tokens", "few"),
-    Story("streamed", "best_fit", "rows", "many"),
-    Story("streamed", "overflow", "tokens", "few"),
+    SessionStory("built", "pack", "tokens", "few"),
+    SessionStory("streamed", "best_fit", "rows", "many"),
+    SessionStory("streamed", "overflow", "tokens", "few"),
 ]
 
 
 @dataclass(frozen=True)
 class SessionVerdict:
-    story: Story
+    story: SessionStory
     world_sizes: Sequence[int]
     epochs: list[int]
     """The number of complete passes over each source."""
@@ -103,7 +103,7 @@ class SessionVerdict:
 
 
 def prove_sessions(
-    story: Story, folder: Path, seed: int, world_sizes: Sequence[int] = WORLD_SIZES
+    story: SessionStory, folder: Path, seed: int, world_sizes: Sequence[int] = WORLD_SIZES
 ) -> SessionVerdict:
     """Runs the sessions of a story in its own folder, with random kills drawn from the seed."""
     draw = random.Random(seed)
@@ -129,7 +129,7 @@ def prove_sessions(
     return SessionVerdict(story, world_sizes, epochs, problems)
 
 
-def write_texts(story: Story, folder: Path) -> None:
+def write_texts(story: SessionStory, folder: Path) -> None:
     """Writes documents that all differ, from a few words to many."""
     for name, count in zip(WEIGHTS, DOCUMENTS[story.documents], strict=True):
         (folder / name).mkdir(parents=True)
@@ -146,7 +146,7 @@ def _words(draw: random.Random) -> list[str]:
     return [f"{draw.randint(0, 999)}" for _ in range(int(draw.expovariate(1 / 25)))]
 
 
-def config_of(story: Story, folder: Path, cache: str) -> dict[str, Any]:
+def config_of(story: SessionStory, folder: Path, cache: str) -> dict[str, Any]:
     sources = {
         name: {"path": str(folder / "text" / name), "weight": weight}
         for name, weight in WEIGHTS.items()
@@ -263,7 +263,7 @@ def compare_digests(rows: Sampler, fed: dict[int, list[str]]) -> Iterator[str]:
             return
 
 
-def check_mixture(story: Story, rows: Sampler) -> Iterator[str]:
+def check_mixture(story: SessionStory, rows: Sampler) -> Iterator[str]:
     """Checks the exact counts at every step: of rows, or of documents drawn before packing."""
     schedule = Mixture(list(WEIGHTS.values()))
     taken = np.zeros(len(WEIGHTS), np.int64)
@@ -303,7 +303,9 @@ def documents_begun(rows: Sampler) -> Counter[tuple[int, int]]:
     return begun
 
 
-def check_documents(story: Story, begun: Counter[tuple[int, int]]) -> tuple[list[int], list[str]]:
+def check_documents(
+    story: SessionStory, begun: Counter[tuple[int, int]]
+) -> tuple[list[int], list[str]]:
     """Returns the number of whole epochs of each source, and problems if a document does not occur
     once in each."""
     epochs, problems = [], []

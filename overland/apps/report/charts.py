@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overland.apps.report.lines import Columns, Numbers
+from overland.apps.report.lines import MetricColumns, Numbers
 from overland.apps.report.sessions import with_borders
 from overland.apps.report.thin import bin_sizes, means, rounded, spacing_of, thinned
 from overland.run_folder import METRIC_NAMES, VALIDATION, VALIDATION_LOSS
@@ -275,7 +275,7 @@ def _scores(runs: Sequence[RunReport]) -> list[Chart]:
     return list(charts.values())[:MOST_OTHERS]
 
 
-def _odd(columns: Columns, name: str) -> list[tuple[int, str]]:
+def _odd(columns: MetricColumns, name: str) -> list[tuple[int, str]]:
     words = {True: "NaN"}
     return [
         (step, words.get(value != value, "infinite")) for step, value in columns.odd.get(name, [])

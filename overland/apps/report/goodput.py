@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from overland.apps.report.sessions import Session
+from overland.apps.report.sessions import ReportedSession
 
 PARTS = {
     "compute": "computing steps that count",
@@ -39,7 +39,7 @@ class Goodput:
         return self.parts["compute"] / self.in_sessions if self.in_sessions else None
 
 
-def where_time_went(sessions: Sequence[Session]) -> Goodput:
+def where_time_went(sessions: Sequence[ReportedSession]) -> Goodput:
     parts = dict.fromkeys(PARTS, 0.0)
     is_split = True
     for session in sessions:

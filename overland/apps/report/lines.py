@@ -33,7 +33,7 @@ NUMBER = re.compile(rb": (?:-?[0-9][-+.0-9eE]*|null|NaN|-?Infinity)(?=[,}])")
 VALUE = rb": ([^,}]+)"  # a stricter one takes twice as long, and `table` checks them anyway
 
 
-class Columns:
+class MetricColumns:
     """Numbers by name, with one row per record. Steps increase, unless rows are kept in the order
     in which they were logged."""
 
@@ -140,22 +140,22 @@ class Lines:
     def __init__(self, run: Path) -> None:
         self._tail, self._undone_tail = Tail(run / METRICS), Tail(run / UNDONE)
         self._clear()
-        self._undone = Columns()
+        self._undone = MetricColumns()
         self.version = 0
         """Increases whenever something new was read."""
 
     def _clear(self) -> None:
-        self.logged = Columns()
-        self.held_out: dict[str, Columns] = {}
-        self._overwritten = Columns()
+        self.logged = MetricColumns()
+        self.held_out: dict[str, MetricColumns] = {}
+        self._overwritten = MetricColumns()
         self._step = -1
 
     @property
-    def lost(self) -> Columns:
+    def lost(self) -> MetricColumns:
         """Lines of undone steps, in the order in which they were logged."""
         if not len(self._overwritten):
             return self._undone
-        both = Columns()
+        both = MetricColumns()
         both._steps = self._undone._steps + self._overwritten._steps
         for name in {*self._undone.names, *self._overwritten.names}:
             parts = (self._undone[name], self._overwritten[name])
@@ -176,7 +176,7 @@ class Lines:
             progress(read, read + to_come)
         for lines, _, is_other in self._undone_tail.chunks():
             if is_other:
-                self._undone = Columns()
+                self._undone = MetricColumns()
             self._undone.add([record for record in parse(lines) if "loss" in record])
             self.version += 1
 
@@ -235,7 +235,7 @@ class Lines:
     def _take_held_out(self, record: Record) -> None:
         for name, value in record.items():
             if name not in ("step", "time") and not name.startswith("seconds/"):
-                columns = self.held_out.setdefault(name, Columns())
+                columns = self.held_out.setdefault(name, MetricColumns())
                 columns.cut(record["step"])
                 columns.add([{"step": record["step"], "value": value, "time": record.get("time")}])
 

@@ -21,9 +21,9 @@ import numpy as np
 
 import overland
 from overland.apps.report.charts import Chart, Line, charts_of, charts_to_json
-from overland.apps.report.evaluations import Score
+from overland.apps.report.evaluations import CheckpointScore
 from overland.apps.report.goodput import PARTS
-from overland.apps.report.sessions import Session
+from overland.apps.report.sessions import ReportedSession
 from overland.apps.report.summary import Figure, RunReport, Setting, moment
 from overland.apps.report.svg import chart_svg, in_page, stacked_bar, timeline_svg, value_words
 from overland.apps.watch.watch import STATES
@@ -277,7 +277,7 @@ def story(run: RunReport, level: str) -> str:
     )
 
 
-def session_row(session: Session) -> list[str]:
+def session_row(session: ReportedSession) -> list[str]:
     facts = session.facts
     devices = facts.get("devices")
     nodes = facts.get("nodes")
@@ -368,7 +368,7 @@ def scores(run: RunReport, level: str) -> str:
     return f"<{level}>Evaluations</{level}>{table(heads, rows, words=(0, 1))}"
 
 
-def score_words(score: Score) -> str:
+def score_words(score: CheckpointScore) -> str:
     return f"{score.value:.5g}" + (f" ± {score.stderr:.2g}" if score.stderr else "")
 
 

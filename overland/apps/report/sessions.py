@@ -30,7 +30,7 @@ LEAST_PAUSE = 30.0  # seconds; a shorter gap between lines is not a restart
 
 
 @dataclass
-class Session:
+class ReportedSession:
     """The ranks from one start to their end."""
 
     number: int
@@ -99,7 +99,7 @@ class Logged:
         times = np.concatenate([columns["time"] for columns in both])
         return cls(uses, times, np.concatenate(tables), len(lines.logged))
 
-    def sessions_of(self, sessions: Sequence[Session]) -> npt.NDArray[np.int64]:
+    def sessions_of(self, sessions: Sequence[ReportedSession]) -> npt.NDArray[np.int64]:
         """Returns the number of the session that logged each line. A step that counts belongs to
         the last session that resumed from before it, whatever its clock said; lost steps are
         assigned by their time."""
@@ -112,13 +112,13 @@ class Logged:
         return found
 
 
-def with_borders(sessions: Sequence[Session]) -> Iterator[tuple[Session, float]]:
+def with_borders(sessions: Sequence[ReportedSession]) -> Iterator[tuple[ReportedSession, float]]:
     """Yields each session with the start time of the next one."""
     for number, session in enumerate(sessions, 1):
         yield session, sessions[number].begun if number < len(sessions) else np.inf
 
 
-class Story:
+class RunStory:
     """Sessions and events, read incrementally as they are appended."""
 
     def __init__(self, run: Path) -> None:
@@ -136,7 +136,7 @@ class Story:
             self._lines += parse_events(lines)
             self.version += 1
 
-    def sessions(self, lines: Lines, is_alive: bool) -> list[Session]:
+    def sessions(self, lines: Lines, is_alive: bool) -> list[ReportedSession]:
         """Returns all sessions in order; the last one is still running if the run `is_alive`."""
         told = self._by_session()
         found = [_session(number, own[0]) for number, own in enumerate(told, 1)]
@@ -168,7 +168,7 @@ class Story:
                 found[-1].append(one)
         return found
 
-    def _blame(self, session: Session, border: float) -> None:
+    def _blame(self, session: ReportedSession, border: float) -> None:
         """Adds the supervisor's reason to a session that did not record its own end."""
         for fault in self._events.all:
             time = _time(fault)
@@ -177,7 +177,7 @@ class Story:
                 session.what = session.what or ": ".join(word for word in words if word)
                 session.ended = max(session.ended, time)
 
-    def happenings(self, sessions: Sequence[Session]) -> list[Happening]:
+    def happenings(self, sessions: Sequence[ReportedSession]) -> list[Happening]:
         """Returns the events that a timeline shows in addition to the sessions, in order."""
         found = []
         for one in self._lines:
@@ -212,7 +212,7 @@ def parse_events(lines: Sequence[bytes]) -> list[Event]:
     return [one for line in lines if (one := parse_event(line)) is not None and _time(one)]
 
 
-def _end(session: Session, own: Sequence[Event], logged: Logged, mine: Mask) -> None:
+def _end(session: ReportedSession, own: Sequence[Event], logged: Logged, mine: Mask) -> None:
     """Sets how far a session got, and when and how it ended."""
     times = logged.times[mine]
     session.ended = float(times[np.isfinite(times)].max(initial=session.started))
@@ -266,16 +266,18 @@ def numbers(value: object) -> dict[str, float]:
     }
 
 
-def _session(number: int, line: Event) -> Session:
+def _session(number: int, line: Event) -> ReportedSession:
     begun = _time({"time": line.get("begun")}) or line["time"]
-    return Session(number, min(begun, line["time"]), line["time"], _step(line), facts=line)
+    return ReportedSession(number, min(begun, line["time"]), line["time"], _step(line), facts=line)
 
 
-def guessed_sessions(lines: Lines, attempts: Sequence[Event]) -> list[Session]:
+def guessed_sessions(lines: Lines, attempts: Sequence[Event]) -> list[ReportedSession]:
     """Infers sessions from a supervisor's attempts, or else from gaps in the log."""
     if attempts:
         return [
-            Session(number, _time(one), _time(one), int(numbers(one).get("from_step", 0)), one)
+            ReportedSession(
+                number, _time(one), _time(one), int(numbers(one).get("from_step", 0)), one
+            )
             for number, one in enumerate(attempts, 1)
         ]
     times, steps = lines.logged["time"], lines.logged.steps
@@ -286,14 +288,14 @@ def guessed_sessions(lines: Lines, attempts: Sequence[Event]) -> list[Session]:
     gaps = np.diff(times)
     usual = float(np.median(gaps)) if len(gaps) else 0.0
     starts = np.flatnonzero(gaps > max(PAUSE * usual, LEAST_PAUSE)) + 1
-    found = [Session(1, float(times[0]), float(times[0]), max(0, int(steps[0]) - 1))]
+    found = [ReportedSession(1, float(times[0]), float(times[0]), max(0, int(steps[0]) - 1))]
     for number, place in enumerate(starts.tolist(), 2):
         begun = float(times[place]) - usual
-        found.append(Session(number, begun, begun, int(steps[place - 1])))
+        found.append(ReportedSession(number, begun, begun, int(steps[place - 1])))
     return found
 
 
-def _count_seconds(session: Session, logged: Logged, mine: Mask) -> None:
+def _count_seconds(session: ReportedSession, logged: Logged, mine: Mask) -> None:
     """Sets how the session's time was used, and how much of it for steps that count."""
     start = {"start": session.started - session.begun}
     lines = np.flatnonzero(mine & np.isfinite(logged.table).all(axis=1))
@@ -314,7 +316,7 @@ def _count_seconds(session: Session, logged: Logged, mine: Mask) -> None:
                 session.kept_seconds[use] = session.kept_seconds.get(use, 0.0) + more
 
 
-def _undone_to(session: Session, times: Numbers) -> Numbers:
+def _undone_to(session: ReportedSession, times: Numbers) -> Numbers:
     """Returns the step, for each of these times, that the run later rewound or fell back to."""
     found = np.full(len(times), float(session.kept_step))
     for time, step in reversed(session.rewound):

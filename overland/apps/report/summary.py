@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from overland.apps.report.evaluations import Score, read_scores
+from overland.apps.report.evaluations import CheckpointScore, read_scores
 from overland.apps.report.goodput import Goodput, where_time_went
 from overland.apps.report.lines import Lines, Recent
 from overland.apps.report.mixture import DrawnMixture, drawn_mixture
-from overland.apps.report.sessions import Happening, Session, Story
+from overland.apps.report.sessions import Happening, ReportedSession, RunStory
 from overland.apps.report.thin import bin_sizes, means, spacing_of
 from overland.apps.watch.watch import RunStatus, Watch
 from overland.config.fields import all_keys
@@ -73,13 +73,13 @@ class RunReport:
     name: str
     status: RunStatus
     lines: Lines
-    sessions: list[Session]
+    sessions: list[ReportedSession]
     happenings: list[Happening]
     are_recorded: bool
     """Whether the sessions were recorded, not inferred."""
     goodput: Goodput
     mixture: DrawnMixture
-    scores: list[Score]
+    scores: list[CheckpointScore]
     settings: list[Setting]
     facts: list[tuple[str, str]] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
@@ -125,7 +125,7 @@ class RunReader:
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name or path.absolute().name
-        self.lines, self.story = Lines(path), Story(path)
+        self.lines, self.story = Lines(path), RunStory(path)
         self.watch = Watch(path, Recent(self.lines))
 
     def read_on(self, progress: Callable[[float, float], object] = lambda *_: None) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from overland.apps.report.charts import LOST, Chart, Line
 from overland.apps.report.lines import Numbers
-from overland.apps.report.sessions import Session
+from overland.apps.report.sessions import ReportedSession
 from overland.apps.report.summary import RunReport, moment
 from overland.apps.report.thin import thinned
 from overland.training.plot import ticks
@@ -158,7 +158,11 @@ def timeline_svg(report: RunReport, paint: Paint = alone) -> str:
 
 
 def _band(
-    session: Session, x_of: Callable[[float], float], top: float, bottom: float, paint: Paint
+    session: ReportedSession,
+    x_of: Callable[[float], float],
+    top: float,
+    bottom: float,
+    paint: Paint,
 ) -> list[str]:
     left, ready, right = (x_of(one) for one in (session.begun, session.started, session.ended))
     what = (
@@ -178,7 +182,9 @@ def _band(
     return parts
 
 
-def _steps_of(session: Session, times: Numbers, steps: Numbers) -> list[tuple[float, float]]:
+def _steps_of(
+    session: ReportedSession, times: Numbers, steps: Numbers
+) -> list[tuple[float, float]]:
     """Returns the times and steps of a session."""
     mine = (times >= session.begun) & (times <= session.ended + 1e-3)
     steps, times = thinned(steps[mine], times[mine], 300)

@@ -235,7 +235,7 @@ class Watched:
             return True
         gone = self.gone_ranks()
         is_known = any(now - since > GONE_SECONDS for since in gone.values())
-        return is_known and self.dog.wait_in_vain(gone)
+        return is_known and self.dog.any_rank_waits_for(gone)
 
     def close(self) -> None:
         """Marks the attempt as over: what happens to its ranks from now on is not a cause."""

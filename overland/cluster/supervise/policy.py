@@ -40,7 +40,7 @@ class Failure:
     step: int = 0
 
     @property
-    def is_barren(self) -> bool:
+    def made_no_progress(self) -> bool:
         return not self.new_steps and not self.replaced
 
 
@@ -66,7 +66,7 @@ def decide(streak: Sequence[Failure], max_failed_starts: int = MAX_FAILED_STARTS
             "give back", f"the same error twice on {', '.join(last.nodes)}, without a spare"
         )
     tries = _tries(streak, max_failed_starts)
-    failed = sum(past.is_barren for past in streak if past.session == last.session)
+    failed = sum(past.made_no_progress for past in streak if past.session == last.session)
     if failed >= tries:
         attempts = "1 attempt" if failed == 1 else f"{failed} attempts"
         return Answer("give back", f"{attempts} without a new step; giving the nodes back")
@@ -115,7 +115,7 @@ def _rules_out_the_node(past: Failure, last: Failure) -> bool:
 def _tries(streak: Sequence[Failure], max_failed_starts: int) -> int:
     """Returns the number of tries of this session: half as many as the previous session had, if it
     used them up."""
-    failed = Counter(past.session for past in streak if past.is_barren)
+    failed = Counter(past.session for past in streak if past.made_no_progress)
     tries = max_failed_starts
     for session in sorted(failed):
         if session != streak[-1].session and failed[session] >= tries:
@@ -124,6 +124,6 @@ def _tries(streak: Sequence[Failure], max_failed_starts: int) -> int:
 
 
 def _pause(last: Failure, failed: int) -> float:
-    if not last.is_barren or last.kind not in MAY_PASS:
+    if not last.made_no_progress or last.kind not in MAY_PASS:
         return 0.0
     return min(PAUSE_SECONDS * 2 ** min(failed - 1, 10), LONGEST_PAUSE_SECONDS)

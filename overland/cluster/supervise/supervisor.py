@@ -341,7 +341,9 @@ class Supervisor:
 
     def suspects(self) -> list[str]:
         """Returns nodes to blame for attempts of this job that made no new step."""
-        failures = [past for past in self.streak if past.is_barren and past.session == self.session]
+        failures = [
+            past for past in self.streak if past.made_no_progress and past.session == self.session
+        ]
         return list(dict.fromkeys(node for past in failures for node in past.nodes))
 
     def stop(self, what: str) -> int:

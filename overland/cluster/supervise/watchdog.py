@@ -164,7 +164,7 @@ class Watchdog:
         self._gone = {rank: self._gone.get(rank, now) for rank in gone}
         return self._gone
 
-    def wait_in_vain(self, gone: Collection[int]) -> bool:
+    def any_rank_waits_for(self, gone: Collection[int]) -> bool:
         """Whether any rank is waiting for these. At the end of training some ranks exit before
         others, but none waits."""
         return any(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from overland.data.sources.source import Kind
-from overland.errors import DataError, Unsettled
+from overland.errors import ChoiceRequired, DataError
 from overland.words import any_of, nearest_name
 
 # If a corpus has several columns and none is requested, the first of these that it has is used.
@@ -100,7 +100,7 @@ def choose_column(
             return name
     if len(columns) == 1 and next(iter(columns.values())).kind is not None:
         return next(iter(columns))
-    raise Unsettled(
+    raise ChoiceRequired(
         f"{where}: set ",
         "column",
         f" to the column that holds the documents; its columns: {_listed(columns, examples())}"
@@ -182,7 +182,7 @@ def kind_of_value(value: object) -> Kind | None:
     return "tokens" if is_ids else None
 
 
-class Sample:
+class ColumnSample:
     """The columns of some records, with their types and examples."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from overland.data.sources.columns import nearest_hint
 from overland.data.sources.source import SHOWN, inside_folder
-from overland.errors import DataError, Unsettled
+from overland.errors import ChoiceRequired, DataError
 from overland.files import LARGEST_CONFIG, parse_yaml, read_json
 
 MOST_STARS = 4  # in a README's pattern
@@ -38,7 +38,9 @@ def choose_name(
         return usual
     if len(names) == 1:
         return next(iter(names))
-    raise Unsettled(f"{where} has several {what}s: set ", what, f" to one of {', '.join(names)}")
+    raise ChoiceRequired(
+        f"{where} has several {what}s: set ", what, f" to one of {', '.join(names)}"
+    )
 
 
 def choose_split(
@@ -56,7 +58,7 @@ def choose_split(
             if ALIASES.get(name, name) == usual:
                 return name
     has = ", ".join(names)
-    raise Unsettled(
+    raise ChoiceRequired(
         f"{where} has no validation or test split: set ",
         "split",
         f" to one of its splits ({has}) that is not used for training, or remove the dataset from "

@@ -29,8 +29,8 @@ import numpy as np
 from overland.data.sources.columns import (
     RECORD,
     WHOLE,
+    ColumnSample,
     Place,
-    Sample,
     check_joinable,
     choose_column,
     column_name,
@@ -206,9 +206,9 @@ def _document(value: object, column: Place, kind: Kind, record: object, line: st
     return value
 
 
-def sample_lines(root: Path, files: Sequence[str]) -> Sample:
+def sample_lines(root: Path, files: Sequence[str]) -> ColumnSample:
     """Samples the first records of some files, spread evenly over all of them."""
-    sample = Sample()
+    sample = ColumnSample()
     chosen = [files[len(files) * i // SAMPLE_FILES] for i in range(SAMPLE_FILES)]
     chosen = list(dict.fromkeys(chosen))
     for file in chosen:

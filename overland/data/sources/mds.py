@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.sources.columns import WHOLE, Column, Sample, choose_column
+from overland.data.sources.columns import WHOLE, Column, ColumnSample, choose_column
 from overland.data.sources.compression import decompress, most_unfolded, reading
 from overland.data.sources.source import (
     TOKEN_DTYPES,
@@ -31,7 +31,7 @@ from overland.data.sources.source import (
     inside_folder,
     token_ids,
 )
-from overland.errors import DataError, Unsettled
+from overland.errors import ChoiceRequired, DataError
 from overland.files import read_json, what_is_wrong
 
 LOOKED_AT = 100  # samples read to decide what a column of JSON holds
@@ -128,7 +128,7 @@ class MDS(FileSource):
     def _kinds_of_json(self) -> dict[str, Kind]:
         """Returns the kinds of JSON columns, whose encoding does not tell, from some samples."""
         names = [name for name, code in self.columns.items() if code == "json"]
-        sample = Sample()
+        sample = ColumnSample()
         for raw in self._some(names):
             for name, data in raw.items():
                 with contextlib.suppress(ValueError):  # reading will report it
@@ -150,7 +150,7 @@ class MDS(FileSource):
             data = raw[self.column]
             ids = np.frombuffer(data[: len(data) // 8 * 8], "<i8")
             if len(data) % 8 or (ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32):
-                raise Unsettled(
+                raise ChoiceRequired(
                     f"{self.root}: the bytes in column {self.column!r} are not int64 ids: set ",
                     "dtype",
                     " to their type, such as uint16",

@@ -20,7 +20,7 @@ from overland.data.sources.source import (
     split_part,
     token_ids,
 )
-from overland.errors import DataError, Unsettled
+from overland.errors import ChoiceRequired, DataError
 
 # A one-dimensional array has no document boundaries. It is read in pieces of this many tokens, each
 # of them a document: long enough for any block, short enough for memory.
@@ -106,7 +106,7 @@ def _open_npy(path: Path) -> Any:
 def _open_bin(path: Path, given: str | None) -> Any:
     named = DTYPE_IN_NAME.search(path.name)
     if given is None and named is None:
-        raise Unsettled(
+        raise ChoiceRequired(
             f"{path}: specify the type of its token ids, in its name (tokens.uint16.bin) or with ",
             "dtype",
             "",

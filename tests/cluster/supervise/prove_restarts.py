@@ -46,7 +46,7 @@ class Outcome:
 
 def old_policy(streak: Sequence[Failure]) -> Answer:
     """As it was: two attempts without a new step and without an excluded node ended the chain."""
-    barren = sum(past.is_barren for past in streak)
+    barren = sum(past.made_no_progress for past in streak)
     is_final = streak[-1].kind.is_of_the_program
     return Answer("stop" if barren >= 2 or is_final else "restart")
 

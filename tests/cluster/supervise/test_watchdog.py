@@ -208,9 +208,9 @@ def test_a_rank_that_is_gone_while_others_wait_for_it_is_named() -> None:
     dog.hear("n1", beats((3, 10, Phase.COMPUTING, 1.0), state=""), 30.0)
     assert dog.gone_ranks(30.0) == {3: 30.0}
     assert dog.gone_ranks(42.0) == {3: 30.0}
-    assert not dog.wait_in_vain([3]), "the others go on, or are about to end, too"
+    assert not dog.any_rank_waits_for([3]), "the others go on, or are about to end, too"
     dog.hear("n0", beats((0, 10, Phase.COMPUTING, 12.0)), 42.0)
-    assert dog.wait_in_vain([3])
+    assert dog.any_rank_waits_for([3])
 
 
 def test_ranks_that_end_one_after_the_other_are_not_gone() -> None:
