@@ -550,3 +550,22 @@ def test_a_file_in_todays_keys_loads_no_dialect() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sampler", "loader", "how"),
+    [(True, False, "drop"), (False, True, "drop"), (False, False, "pad")],
+)
+def test_the_stub_drops_the_last_batch_in_either_of_two_places(
+    tmp_path: Path, sampler: bool, loader: bool, how: str
+) -> None:
+    text = STUB.replace(
+        "\ndataset:\n",
+        f"\ndataset:\n  drop_last_in_sampler: {sampler}\n  drop_last_in_loader: {loader}\n",
+    )
+    assert load(tmp_path, text, name="stub.yaml").config.training.last_batch == how
+
+
+def test_steps_on_the_command_line_win_over_the_stubs_epochs(tmp_path: Path) -> None:
+    training = load(tmp_path, STUB, "training.steps=7", name="stub.yaml").config.training
+    assert (training.epochs, training.steps) == (None, 7)

@@ -13,7 +13,7 @@ from overland.config.fields import all_keys
 from overland.config.load import load_config
 from overland.config.write import write_config
 
-ENV = {"SCRATCH_ROOT": "/lustre/x$y", "EMPTY": "", "HF_TOKEN": "hf_secret"}
+ENV = {"SCRATCH_ROOT": "/lustre/x$y", "EMPTY": "", "HF_TOKEN": "hf_secret", "my_token": "hf_secret"}
 NO_PATHS = {"metrics.sample_prompt", "model.attention"}  # of text, and left as they are
 
 CONFIG = """
@@ -68,6 +68,7 @@ def test_every_key_that_is_a_path_takes_variables() -> None:
         ("$NOWHERE/x", "the variable NOWHERE is not set here"),
         ("$EMPTY/x", "the variable EMPTY is not set here"),
         ("/x/$HF_TOKEN", "$HF_TOKEN looks like a secret"),
+        ("/x/$my_token", "$my_token looks like a secret"),
         ("${SCRATCH_ROOT:-/tmp}/x", "expected ${NAME}, not ${SCRATCH_ROOT:-/tmp}"),
         ("~nobody_of_that_name/x", "~nobody_of_that_name: there is no such user"),
         ("${SCRATCH_ROOT/x", "the closing brace is missing"),

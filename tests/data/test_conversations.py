@@ -222,6 +222,8 @@ def test_turns_say_how_much_they_count() -> None:
     assert "weight" not in found.turns[1]
     assert told({"messages": [USER, {**BOT, "weight": 0.5}]}).weights("assistant") == [0, 0.5]
     assert told({"messages": [{**USER, "train": False}, BOT]}).weights("assistant") == [0, 1]
+    given = {"prompt": [USER, {**BOT, "weight": 1}, USER], "completion": [BOT]}
+    assert told(given).weights("assistant") == [0, 0, 0, 1], "a prompt is never learned"
     with pytest.raises(ChatError, match="turn 1, by 'user', is marked to be learned"):
         told({"messages": [{**USER, "train": True}, BOT]}).weights("assistant")
 

@@ -17,7 +17,7 @@ from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.holdout import held_out_documents, kept_shares
+from overland.data.holdout import held_out_documents, kept_shares, share_for_new
 from overland.data.leakage import foreign_validation
 from overland.data.plan import Plan
 from overland.data.prepare import Dataset, training_data, validation_data
@@ -375,3 +375,8 @@ def test_a_side_without_documents_is_refused_before_the_first_step(
     config = config_of(text, tmp_path / "data", tokenizer, share)
     with pytest.raises(DataError, match=rf"data\.holdout holds out {side} of text \(a share"):
         training_data(config, 4, None, Preparer())
+
+
+def test_a_source_that_is_added_holds_out_the_smallest_share_of_the_others() -> None:
+    assert share_for_new({"a": 0.1, "b": 0.3, "c": 0.0}) == 0.1
+    assert share_for_new({"c": 0.0}) == 0.0

@@ -75,6 +75,7 @@ def test_what_a_later_session_did_again_replaces_what_was_lost(tmp_path: Path) -
     first.add(1, 0, rows(1, 5))
     second = Ledger(path)
     second.mark(3, 3)  # resumed from the checkpoint of step 3
+    assert list(read_ledger(path).fed) == [1, 2, 3], "what was undone does not count"
     second.add(4, 3, rows(70, 1))
     history = read_ledger(path)
     assert history.start == 0

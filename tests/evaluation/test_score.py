@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore, plant
+from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore, compare, plant
+from overland.apps.proofs.pool import RankPool
 from overland.errors import DataError, ModelError
 from overland.models import DecoderConfig, build_model
 from overland.models.decoder import Decoder
 from overland.models.init import init_weights
+from overland.world import World
 from tests.models.tiny import hf
 
 VOCABULARY = 96
@@ -198,3 +200,17 @@ def test_what_has_no_score_is_refused() -> None:
 
 def test_nothing_to_score_is_no_error() -> None:
     assert list(ContinuationScorer(tiny(), max_length=4).score([])) == []
+
+
+def compared(world: World, logits_NV: Tensor, wanted_N: Tensor) -> Tensor:
+    part = logits_NV.chunk(world.size, dim=1)[world.rank]
+    return compare(part, wanted_N, torch.distributed.group.WORLD)
+
+
+def test_the_lowest_of_equally_likely_tokens_wins_on_any_number_of_ranks(ranks: RankPool) -> None:
+    logits_NV = torch.tensor([[0.0, 3.0, 3.0, 0.0], [1.0, 0.0, 0.0, 1.0]]).repeat(2, 1)
+    wanted_N = torch.tensor([1, 0, 2, 3])
+    expected = compare(logits_NV, wanted_N)
+    assert expected[1].tolist() == [1, 1, 0, 0]
+    for found in ranks.run(2, compared, logits_NV, wanted_N):
+        torch.testing.assert_close(found, expected)

@@ -18,7 +18,13 @@ from overland.parallel.sharding import shard_of
 from overland.training import loop as loop_module
 from overland.training import step as step_module
 from overland.training.callbacks import Callback
-from overland.training.health import SpikeGuard
+from overland.training.health import (
+    GROWTH_INTERVAL,
+    INITIAL_SCALE,
+    BadSteps,
+    LossScaler,
+    SpikeGuard,
+)
 from overland.training.loop import check_last_save, train
 from overland.training.resume import resume_newest
 from overland.training.run import Run, build_run
@@ -297,3 +303,26 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(ranks: RankPool, tmp_pat
         f"training cannot continue from there. Trying an older checkpoint",
         f"resumed {folder}/step_2 at step 2",
     ]
+
+
+def test_an_empty_step_neither_ends_nor_lengthens_a_series_of_bad_ones() -> None:
+    yes, no = torch.ones(()), torch.zeros(())
+    bad_steps = BadSteps(limit=2)
+    for step, (not_finite, is_empty) in enumerate([(yes, no), (no, yes), (yes, no)], start=1):
+        bad_steps.note(step, not_finite, is_empty)
+    with pytest.raises(TrainingError, match="in 2 steps in a row, up to step 3"):
+        bad_steps.check()
+    alone = BadSteps(limit=2)
+    alone.note(1, yes, no)
+    alone.note(2, no, yes)
+    assert alone.check() == ([1], [2])
+
+
+def test_a_resumed_loss_scale_doubles_when_it_would_have() -> None:
+    before, after = (LossScaler(True, torch.device("cpu")) for _ in range(2))
+    for _ in range(GROWTH_INTERVAL - 1):
+        before.update(torch.zeros(()))
+    for name, state in after.state_dict().items():
+        state.copy_(before.state_dict()[name])
+    after.update(torch.zeros(()))
+    assert after.scale.item() == 2 * INITIAL_SCALE

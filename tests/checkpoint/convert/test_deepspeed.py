@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from overland.apps.convert.formats import open_any
+from overland.apps.convert.formats.deepspeed import _by_rank
 from overland.errors import CheckpointError
 
 from .samples import assert_same, contents
@@ -188,3 +189,10 @@ def test_tensor_parallel_files_are_refused(tmp_path: Path) -> None:
         torch.save(model_states(), tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
     with pytest.raises(CheckpointError, match="tensor parallelism"):
         open_any(tmp_path)
+
+
+def test_more_than_ten_ranks_are_put_together_by_number(tmp_path: Path) -> None:
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
+    for name in names:
+        (tmp_path / name).touch()
+    assert [path.name for path in _by_rank(tmp_path, "optim_states.pt")] == names

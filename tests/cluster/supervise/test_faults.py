@@ -374,3 +374,11 @@ def test_what_heartbeats_say_of_a_hang_comes_first() -> None:
     assert with_recorded_ranks(known, wait, {3: "n2"}) == known
     killed = Fault(Kind.KILLED, "rank 1 on n1: Killed", (1,), ("n1",))
     assert with_recorded_ranks(killed, wait, {3: "n2"}) == killed
+
+
+@pytest.mark.parametrize(("lost", "kind"), [(2, Kind.NODE), (3, Kind.NETWORK)])
+def test_more_than_half_of_the_nodes_are_not_lost_by_themselves(lost: int, kind: Kind) -> None:
+    names = [f"n{number}" for number in range(lost)]
+    found = Findings(num_nodes=4, lost=names).fault()
+    assert found.kind is kind
+    assert found.nodes == (tuple(names) if kind is Kind.NODE else ())

@@ -277,3 +277,11 @@ def test_the_odd_stack_is_the_one_that_does_not_wait() -> None:
     elsewhere = IN_COLLECTIVE.replace("line 99", "line 12")
     assert odd_ranks({0: IN_COLLECTIVE, 1: IN_COLLECTIVE, 2: elsewhere}) == [2]
     assert odd_ranks({}) == []
+
+
+def test_a_node_that_never_connects_is_measured_by_the_usual_start_and_not_by_the_slowest() -> None:
+    dog = Watchdog(10.0, ["n0", "n1", "n2", "n3"], started=0.0)
+    for node, seconds in (("n0", 1.0), ("n1", 1.0), ("n2", 100.0)):
+        dog.call(node, seconds)
+    assert "n3" not in dog.silent_nodes(now=110.0)
+    assert "n3" in dog.silent_nodes(now=130.0)
