@@ -39,6 +39,10 @@ def test_an_epoch_ends_inside_its_last_batch(corpora: dict[str, Corpus], packing
     rows = rows_of(one_segment(corpora, {"a": 1.0}, epochs=2.0, **how), corpora)
     batches = rows.num_batches(2.0)
     assert set(times_begun(rows, range(batches)).values()) == {2}
+    parts = [rows.origins(batches - 1, part, 7) for part in range(7)]
+    shared = sorted(one for part in parts for origins in part for one in origins.number.tolist())
+    whole = [one for origins in rows.origins(batches - 1) for one in origins.number.tolist()]
+    assert shared == sorted(whole), "no rank reports rows that only fill the batch"
     total = 0
     for number in range(batches):
         shares = [load_batch(rows, number, part, 7) for part in range(7)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from overland.checks.hyperparameters import check_objective
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig, Preference
 from overland.data.chat import ChatTemplate, encode
+from overland.data.preference import PairWriter
 from overland.data.tokenizer import Tokenizer
 from overland.errors import CheckpointError
 from overland.models.config import DecoderConfig
@@ -298,3 +300,17 @@ def test_the_complement_is_exact_at_both_ends() -> None:
     near_zero, near_one = torch.tensor([-1e-10, -40.0], dtype=torch.float64)
     assert log_complement(near_zero) == pytest.approx(math.log(1e-10), rel=1e-9)
     assert log_complement(near_one) == pytest.approx(-math.exp(-40), rel=1e-9)
+
+
+def test_a_prompt_gives_way_to_the_longer_answer() -> None:
+    writer: Any = SimpleNamespace(seq_len=39)  # half of a row: 20 tokens
+    pairs = PairWriter(writer, Preference(loss="dpo"))
+    both = [
+        (np.arange(16 + size), np.repeat([0.0, 1.0], [16, size]).astype(np.float32))
+        for size in (3, 8)
+    ]
+    for_prompt = pairs._room_for_prompt(both)
+    assert for_prompt == 12
+    cut = [pairs._cut(*one, for_prompt) for one in both]
+    assert [int(weights.sum()) for _, weights in cut] == [3, 8], "no answer is cut"
+    assert [len(ids) for ids, _ in cut] == [15, 20]

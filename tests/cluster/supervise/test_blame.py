@@ -18,6 +18,9 @@ from overland.cluster.supervise.roster import Roster
 from overland.cluster.supervise.supervised import Supervised
 from overland.cluster.supervise.supervisor import Supervisor
 from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
+from overland.errors import Kind
+from overland.world.heartbeat import Phase, Transfer
+from overland.world.last_words import say
 from tests.cluster.packages import need
 from tests.cluster.slurm import PROGRAMS, Slurm
 from tests.cluster.supervised import SubmittedRun
@@ -94,3 +97,23 @@ def test_all_nodes_that_are_lost_at_once_are_found_before_the_next_start(tmp_pat
     roster = Roster(dog.nodes, wanted=4, batch_host="n1")
     Supervisor(job, {}, roster, Logbook(tmp_path, "7")).find_all_lost(watched)
     assert attempt.findings.fault().nodes == ("n2", "n3")
+
+
+def test_ranks_that_the_first_failure_brought_down_are_not_blamed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rank 1 is gone before anyone says a word, rank 2 after it."""
+    dog = Watchdog(60.0, ["n1"], started=time.monotonic())
+    findings = Findings(1)
+    attempt = SimpleNamespace(findings=findings, listen=lambda: None)
+    watched = Watched(attempt, dog, SimpleNamespace())  # type: ignore[arg-type]
+
+    def beat(rank: int, state: str) -> list[float | str]:
+        return [rank, 5, Phase.COMPUTING, 0.0, 0.0, 0.0, state, Transfer.NONE, 0.0, 0, 0]
+
+    dog.hear("n1", [beat(0, "S"), beat(1, ""), beat(2, "S")], time.monotonic())
+    assert list(watched.gone_ranks()) == [1]
+    say(0, Kind.NETWORK, "Connection closed by peer")
+    assert findings.read(capsys.readouterr().out.strip())
+    dog.hear("n1", [beat(2, "")], time.monotonic())
+    assert list(watched.gone_ranks()) == [1]
