@@ -567,5 +567,6 @@ def test_the_stub_drops_the_last_batch_in_either_of_two_places(
 
 
 def test_steps_on_the_command_line_win_over_the_stubs_epochs(tmp_path: Path) -> None:
-    training = load(tmp_path, STUB, "training.steps=7", name="stub.yaml").config.training
-    assert (training.epochs, training.steps) == (None, 7)
+    loaded = load(tmp_path, STUB, "training.steps=7", name="stub.yaml")
+    assert (loaded.config.training.epochs, loaded.config.training.steps) == (None, 7)
+    assert "the run ends after misc.max_epochs" not in "\n".join(loaded.notes)
