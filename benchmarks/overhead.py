@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import overland.training.loop as loop
 from overland.config.schema import JobConfig
 from overland.parallel.comm import process_group
-from overland.training.run import Run, build_run
+from overland.training.build import build_run
+from overland.training.run import Run
 from overland.training.step import StepResult
 from overland.world import World
 
@@ -72,7 +73,7 @@ def main() -> None:
     print(f"python -c pass: {seconds_of('-c', 'pass'):.2f} s")
     print(f"overland --help: {seconds_of('-m', 'overland', '--help'):.2f} s")
     print(f"import torch: {seconds_of('-c', 'import torch', repeats=3):.2f} s")
-    run = "import overland.training.run"
+    run = "import overland.training.build"
     print(f"imports of a run: {seconds_of('-c', run, repeats=3):.2f} s")
     print(f"loop: {milliseconds_per_step():.3f} ms per step, logging every 10th")
 

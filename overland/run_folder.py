@@ -52,7 +52,6 @@ FAULTS, SUBMITTED, PREFLIGHT = "faults", "submit", "preflight.json"
 
 CHECKPOINTS = "checkpoint"  # unless `checkpoint.folder` says otherwise
 LATEST = "latest"
-NO_DESCRIPTION = "a training run"  # the default of `job.description`
 NOT_SAVED = "nothing is saved: checkpoint.enable = false"  # the second line of `done`, if so
 WRITTEN_BY = "Written by `overland train`"  # in the README.md of every run
 COMMITTED = "COMMITTED"  # in a complete checkpoint

@@ -13,9 +13,10 @@ from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
 from overland.models.init import init_weights
 from overland.models.registry import build_model
+from overland.training.build import build_run
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import conclude, train
-from overland.training.run import Run, build_run
+from overland.training.run import Run
 from overland.world import World
 
 TINY_MODEL = {

@@ -37,8 +37,9 @@ from overland.config.schema import Checkpoint as Settings
 from overland.config.schema import Comm, JobConfig
 from overland.data.batch import Batch
 from overland.parallel.comm import process_group
+from overland.training.build import build_run
 from overland.training.loop import open_data
-from overland.training.run import Run, build_run
+from overland.training.run import Run
 from overland.training.state import load_tensors, run_facts, run_tensors, saved_state
 from overland.training.step import train_step
 from overland.world import World

@@ -29,9 +29,10 @@ from overland.config.schema import JobConfig
 from overland.kernels.nf4 import pack
 from overland.models.nf4 import narrow_matrices
 from overland.parallel.comm import process_group
+from overland.training.build import build_run
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
-from overland.training.run import Run, build_run
+from overland.training.run import Run
 from overland.world import World
 from overland.world.devices import device_type
 

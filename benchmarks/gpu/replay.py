@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from overland.config.schema import JobConfig
 from overland.parallel.comm import process_group
 from overland.parallel.cuda_graphs import Replayed
+from overland.training.build import build_run
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
-from overland.training.run import Run, build_run
+from overland.training.run import Run
 from overland.training.state import restore
 from overland.world import World
 from overland.world.devices import device_type

@@ -54,9 +54,10 @@ def once(name: str, folder: str, changes: list[str]) -> None:
 
     from overland.config.schema import JobConfig
     from overland.parallel.comm import process_group
+    from overland.training.build import build_run
     from overland.training.callbacks import Callback, Record
     from overland.training.loop import train
-    from overland.training.run import Run, build_run
+    from overland.training.run import Run
     from overland.world import World
     from overland.world.devices import device_type
 

@@ -32,7 +32,7 @@ from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.models.registry import model_config
 from overland.parallel.comm import process_group
-from overland.training.run import build_run
+from overland.training.build import build_run
 from overland.training.step import train_step
 from overland.world import World
 from overland.world.devices import device_type

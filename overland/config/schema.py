@@ -12,8 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from overland.run_folder import NO_DESCRIPTION
-
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -63,6 +61,9 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_by_name=True,
     )
+
+
+NO_DESCRIPTION = "a training run"
 
 
 class Job(Section):

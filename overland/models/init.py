@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from overland.errors import ModelError
 from overland.models.config import DecoderConfig
+from overland.models.init_rules import Constant, Normal, Rule, Uniform
 from overland.models.structure import ties_of
 from overland.models.transform import added_rule
 
@@ -33,28 +33,6 @@ from overland.models.transform import added_rule
 # parameter, and the full shape.
 Part = tuple[Tensor, Sequence[int], Sequence[int]]
 LocalPart = Callable[[Tensor], Part]
-
-
-@dataclass(frozen=True)
-class Normal:
-    std: float
-    name: str  # of the random stream
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Uniform from -bound to bound; None means 1 / √n, for a matrix with n inputs."""
-
-    bound: float | None
-    name: str  # of the random stream
-
-
-@dataclass(frozen=True)
-class Constant:
-    value: float
-
-
-Rule = Normal | Uniform | Constant
 
 
 def whole(parameter: Tensor) -> Part:

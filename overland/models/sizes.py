@@ -8,13 +8,9 @@ configured.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from overland.models.structure import Role, Structure
-
-if TYPE_CHECKING:
-    from overland.models.config import DecoderConfig
-
 
 # Tokens whose logits exist at a time (see loss.py): if they are converted to float32 in memory, and
 # if a kernel does everything in place.
@@ -37,7 +33,38 @@ ROLES = {
 }
 
 
-def decoder_structure(config: DecoderConfig, plain: bool) -> Structure:
+class DecoderSizes(Protocol):
+    """What the memory and the structure of a decoder depend on: a `DecoderConfig`, for example."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def o_proj_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+
+
+def decoder_structure(config: DecoderSizes, plain: bool) -> Structure:
     """Returns the structure of a decoder. `plain`: the blocks are not customized."""
     return Structure(
         blocks=("model.layers",),
@@ -53,7 +80,7 @@ def decoder_structure(config: DecoderConfig, plain: bool) -> Structure:
     )
 
 
-def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: DecoderSizes) -> dict[str, tuple[int, ...]]:
     """Returns the shapes by name, in the order of the forward pass. A tied lm_head is not listed
     again."""
     vocab, width = config.vocab_size, config.hidden_size
@@ -67,7 +94,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(config: DecoderSizes) -> dict[str, tuple[int, ...]]:
     width, mlp_width, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_width = config.num_attention_heads * head_dim
     kv_width = config.num_key_value_heads * head_dim
@@ -116,7 +143,7 @@ class Activations:
     head: float  # temporaries of the modules after the blocks
 
 
-def decoder_activations(model: DecoderConfig, one: PassShape) -> Activations:
+def decoder_activations(model: DecoderSizes, one: PassShape) -> Activations:
     size, tp, tokens = one.size, one.tp, one.tokens
     matrix = model.vocab_size * model.hidden_size / tp
     hidden = tokens * model.hidden_size * size / tp
@@ -139,7 +166,7 @@ def decoder_activations(model: DecoderConfig, one: PassShape) -> Activations:
     )
 
 
-def _kept_per_token(model: DecoderConfig, one: PassShape) -> float:
+def _kept_per_token(model: DecoderSizes, one: PassShape) -> float:
     """Returns the bytes per token and block that are kept for its backward pass."""
     size, tp = one.size, one.tp
     width, inner = model.hidden_size, model.intermediate_size / tp

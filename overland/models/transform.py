@@ -23,7 +23,7 @@ from overland.words import did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    from overland.models.init import Rule
+    from overland.models.init_rules import Rule
 
 
 class Transform(ABC):

@@ -138,6 +138,11 @@ def sum_over(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
     return value
 
 
+def total_sums(sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Sums over the ranks that hold different tokens; the result is known on every stage."""
+    return sum_over(sum_over(sums, mesh.token_group), mesh.axis("pp").get_group())
+
+
 def sum_with_own_gradient(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sums over all ranks of a group, each of which then does the same computation with the result:
     so a rank's own gradient is complete, and nothing is summed in the backward pass."""

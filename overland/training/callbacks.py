@@ -10,54 +10,13 @@ Built-in ones are in builtin_callbacks.py, console.py, metrics.py and compile_ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 from overland.arguments import refused
+from overland.training.run import Callback, Record, Run
 
-if TYPE_CHECKING:
-    from overland.checkpoint.store import Outcome
-    from overland.training.run import Run
+__all__ = ["Callback", "Record", "register_callback", "user_callbacks"]
 
-
-Record = dict[str, Any]
-
-
-class Callback:
-    """Hooks of a run; each does nothing unless overridden."""
-
-    def __init__(self, run: Run) -> None:
-        """Called when the run is built, before `on_start`."""
-
-    def on_start(self, run: Run) -> None:
-        """Called when everything is built (and resumed), just before the first step."""
-
-    def on_step(self, run: Run) -> None:
-        """Called after every step. `run.progress.step` already includes it."""
-
-    def on_log(self, run: Run, record: Record) -> None:
-        """Called every `metrics.log_freq` steps with loss, learning rate, speed and more, as plain
-        numbers."""
-
-    def on_validation(self, run: Run, record: Record) -> None:
-        """Called with `validation/NAME/loss` and `validation/NAME/perplexity` of each set that was
-        due (and with the loss as `validation_loss/NAME`, its name in earlier versions)."""
-
-    def on_save(self, run: Run, saved: Outcome) -> None:
-        """Called when a checkpoint has been committed. Saves end in the background, so ranks learn
-        of it at different steps: never wait for another rank here."""
-
-    def on_rewind(self, run: Run) -> None:
-        """Called when the run went back to an earlier step (`run.progress.step`), as with
-        `health.spike_guard = "rewind"`: what was logged for later steps is void."""
-
-    def on_message(self, run: Run, message: str) -> None:
-        """Called with something the user should know, such as a skipped step."""
-
-    def on_end(self, run: Run) -> None:
-        """Called last, even when training stops early or fails."""
-
-
-Factory = Callable[["Run"], Callback | None]
+Factory = Callable[[Run], Callback | None]
 
 _factories: list[Factory] = []
 

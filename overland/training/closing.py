@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from overland.objectives.objective import NextToken
 from overland.plugins import plugin
 from overland.run_folder import NOT_SAVED
+from overland.training.history import Trained
 from overland.training.validate import LARGEST_LOSS
 from overland.words import command, number_of
 
 if TYPE_CHECKING:
-    from overland.training.main import Trained
     from overland.training.run import Run
 
 BUILT_IN = "stdlib"  # its text is Python code

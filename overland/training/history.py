@@ -8,11 +8,14 @@ import os
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from overland.training.callbacks import Record
+Record = dict[str, Any]
+"""A line of metrics.jsonl."""
+
 
 T = TypeVar("T")
 Points = list[tuple[int, float]]
@@ -172,3 +175,19 @@ class Tail:
             if self._inode != -1:
                 self._forget()
                 yield [], 0, True
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How far a run got."""
+
+    folder: Path
+    step: int
+    finished: bool
+    """Whether it completed its last step; otherwise, training again resumes it."""
+    loss: float | None = None
+    """The last logged loss."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """The last loss on each held-out set."""
+    checkpoint: Path | None = None
+    """The newest checkpoint."""

@@ -17,14 +17,16 @@ from overland.data.loader import batches, read_ahead
 from overland.data.windows import Exhausted
 from overland.errors import NotSavedError, TrainingError
 from overland.parallel.comm import from_first_rank
+from overland.training.build import write_plan
 from overland.training.callbacks import Record
 from overland.training.export import export_hf
 from overland.training.health import BadSteps
 from overland.training.ledger_writer import LedgerWriter
 from overland.training.metrics import Meter
 from overland.training.resume import resume_newest
-from overland.training.run import Run, write_plan
+from overland.training.run import Run
 from overland.training.schedule import learning_rate
+from overland.training.state import save_run
 from overland.training.step import StepResult, train_step
 from overland.training.stop import RETRY_AFTER_SIGNAL_SECONDS, Clock, StopRequest, Wish
 from overland.training.validate import sets_due, validate
@@ -143,7 +145,7 @@ def save(
     if problem := ledger.sync(or_elsewhere=in_fallback):
         run.store.give_up(run.progress.step, problem, preempt)
     else:
-        run.save(preempt, validation_loss)
+        save_run(run, preempt, validation_loss)
 
 
 def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:

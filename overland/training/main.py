@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from overland.config.validate import validate_again
 from overland.errors import Kind, TrainingError
 from overland.plugins import plugin
 from overland.run_folder import RunFolder, fresh_folder
-from overland.training.history import History
+from overland.training.history import History, Trained
 from overland.words import visible
 from overland.world import World
 from overland.world.devices import MemoryState, device_type, memory_state
@@ -41,22 +40,6 @@ if TYPE_CHECKING:
     import torch
 
     from overland.training.screen import Screen
-
-
-@dataclass(frozen=True)
-class Trained:
-    """How far a run got."""
-
-    folder: Path
-    step: int
-    finished: bool
-    """Whether it completed its last step; otherwise, training again resumes it."""
-    loss: float | None = None
-    """The last logged loss."""
-    validation: dict[str, float] = field(default_factory=dict)
-    """The last loss on each held-out set."""
-    checkpoint: Path | None = None
-    """The newest checkpoint."""
 
 
 def load_config(source: str | Path, *settings: str | Sequence[str]) -> JobConfig:
@@ -199,10 +182,10 @@ def _train(
     config: JobConfig, world: World, device: torch.device, screen: Screen
 ) -> tuple[Trained, str]:
     """Returns how far the run got and, on the first rank, the closing summary."""
+    from overland.training.build import build_run
     from overland.training.closing import closing
     from overland.training.loop import check_last_save, conclude
     from overland.training.loop import train as train_loop
-    from overland.training.run import build_run
 
     beat = screen.beat
     beat.enter(Phase.BUILDING)

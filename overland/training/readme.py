@@ -6,10 +6,10 @@ from math import prod
 from typing import Any
 
 from overland.config.derived import Degrees
-from overland.config.schema import ActivationCheckpoint, JobConfig, Optimizer
+from overland.config.schema import NO_DESCRIPTION, ActivationCheckpoint, JobConfig, Optimizer
 from overland.files import replace_file
 from overland.models.flops import count_parameters, measure_of, trained_parameters
-from overland.run_folder import NO_DESCRIPTION, WRITTEN_BY, RunFolder
+from overland.run_folder import WRITTEN_BY, RunFolder
 from overland.words import command
 from overland.world import World
 from overland.world.devices import device_name

@@ -32,11 +32,11 @@ from overland.models.registry import own_model_name
 from overland.objectives.objective import NextToken, Objective
 from overland.objectives.preference import PreferenceLoss
 from overland.parallel.apply import batch_norm
-from overland.parallel.comm import first_problem
+from overland.parallel.comm import first_problem, total_sums
 from overland.parallel.context import share_of_rows
 from overland.parallel.micro_batches import Whole
 from overland.parallel.sharding import reshard
-from overland.training.step import gradient_norm, total_sums, with_known, with_passes
+from overland.training.step import gradient_norm, with_known, with_passes
 from overland.world.heartbeat import Phase
 
 if TYPE_CHECKING:

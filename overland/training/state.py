@@ -8,16 +8,15 @@ functions of the seed; dropout, users' models and libraries do.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import random
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,39 +52,10 @@ from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import same_state
 from overland.parallel.comm import all_of, from_first_rank
 from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
+from overland.training.run import Run
 from overland.training.schedule import learning_rate
 from overland.training.vocabulary import new_rows_of
 from overland.words import any_of
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
-
-
-@dataclass
-class Progress:
-    """The progress of a run. With the weights and the optimizer state, this is all that resuming
-    needs. `batch` is the next global batch; it runs ahead of `step` if batches were left out."""
-
-    step: int = 0
-    batch: int = 0
-    tokens: int = 0
-    """For samples that are arrays: the number of samples."""
-    best_validation_loss: float = math.inf
-    validated_on: str = ""
-    """A mark of the sequences that the best validation loss was measured on."""
-
-    def advance(self, tokens: int) -> None:
-        """Counts a step."""
-        self.step += 1
-        self.batch += 1
-        self.tokens += tokens
-
-    def to_json(self) -> dict[str, Any]:
-        return {key: None if value == math.inf else value for key, value in asdict(self).items()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        for key, value in state.items():
-            setattr(self, key, math.inf if value is None else value)
 
 
 def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
@@ -113,6 +83,17 @@ def saved_state(run: Run, whole: bool = False) -> State:
         **run.scaler.state_dict(),
         **random_tensors(run),
     }
+
+
+def save_run(run: Run, preempt: bool = False, validation_loss: float | None = None) -> None:
+    """Starts a save; the store reports its outcome when it is done."""
+    step, facts = run.progress.step, run_facts(run)
+    tested = learned_names(run)
+    measured = None
+    if validation_loss is not None:
+        measured = (validation_loss, run.progress.validated_on)
+    run.store.save(step, saved_state(run), facts, preempt, measured, tested)
+    run.saved_step = step
 
 
 def learned_names(run: Run) -> set[str]:

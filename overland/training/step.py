@@ -1,35 +1,31 @@
 """One optimizer step: accumulate gradients over the global batch, clip, update.
 
-The objective defines the loss and what it is averaged over (see objectives/). `InnerState` below
-handles losses, statistics and state inside the model.
+The objective defines the loss and what it is averaged over (see objectives/); losses,
+statistics and state inside the model are in inner_state.py.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from overland.data.batch import Batch
 from overland.data.pixels import with_pixels
 from overland.kernels.gradients import sum_of_squares
 from overland.models.draws import draws_of
-from overland.models.inner import InnerLoss, Statistic
 from overland.objectives.objective import count_of
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import ParallelModel
-from overland.parallel.comm import from_first_rank, sum_over
+from overland.parallel.comm import from_first_rank, sum_over, total_sums
 from overland.parallel.context import share_of_rows
 from overland.parallel.mesh import Mesh
 from overland.parallel.sharding import reshard, shard_of
 from overland.training.health import SpikeGuard
 from overland.training.schedule import learning_rate
-from overland.world.exchange import all_gather
 from overland.world.heartbeat import Phase
 
 if TYPE_CHECKING:
@@ -109,11 +105,6 @@ def with_passes(run: Run, share: Batch) -> Batch:
     return share
 
 
-def total_sums(sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Sums over the ranks that hold different tokens; the result is known on every stage."""
-    return sum_over(sum_over(sums, mesh.token_group), mesh.axis("pp").get_group())
-
-
 def gradient_norm(optimizer: Optimizer, model: ParallelModel, mesh: Mesh) -> Tensor:
     """Returns the 2-norm of all gradients together, over every shard and stage.
 
@@ -167,67 +158,3 @@ def with_known(run: Run, batch: Batch) -> Batch:
     """Adds the precomputed reference, if there is one, and prepares images."""
     batch = with_pixels(batch, run.config.images)
     return batch if run.reference is None else run.reference.added_to(batch)
-
-
-class InnerState:
-    """Handles losses, statistics and state inside the model (see models/inner.py); most models have
-    none."""
-
-    def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-        modules = [module for part in parts for module in part.modules()]
-        self._mesh = mesh
-        self._statistics = [one for one in modules if isinstance(one, Statistic)]
-        self._losses = [one for one in modules if isinstance(one, InnerLoss)]
-        self._changing = [
-            one for one in modules if callable(getattr(type(one), "after_step", None))
-        ]
-        self._counting = {
-            one
-            for one in self._changing
-            if inspect.signature(one.after_step).parameters  # type: ignore[arg-type]
-        }
-        self._reduced = {  # each once, though several enclosing modules may read it
-            inside: None
-            for one in self._changing
-            for inside in one.modules()
-            if isinstance(inside, Statistic) and not isinstance(inside, InnerLoss)
-        }
-        self._names = self._names_of_all_stages()
-
-    def begin_step(self, scale: Tensor) -> None:
-        """Resets what a step accumulates; `scale` is the loss scale divided by the number of rows
-        in the global batch."""
-        for statistic in self._statistics:
-            statistic.total.zero_()
-        for loss in self._losses:
-            loss.scale.copy_(scale * loss.weight)
-
-    def after_step(self, skip: Tensor, step: int) -> None:
-        """Calls every `after_step()` with statistics summed over the global batch, and with the
-        step number if it accepts one; a skipped step leaves buffers unchanged."""
-        for statistic in self._reduced:
-            sum_over(statistic.total, self._mesh.token_group)
-        with torch.no_grad():
-            for module in self._changing:
-                before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-                module.after_step(*([step] if module in self._counting else []))  # type: ignore[operator]
-                for name, buffer in module.named_buffers():
-                    buffer.copy_(torch.where(skip, before[name], buffer))
-
-    def logged(self, num_rows: int) -> dict[str, float]:
-        """Returns the mean of each loss inside the model in the last step. Called by all ranks
-        together."""
-        if not self._names:
-            return {}
-        device = torch.device(self._mesh.device_type)
-        sums = torch.zeros(len(self._names), dtype=torch.float64, device=device)
-        for loss in self._losses:
-            sums[self._names.index(loss.name)] += loss.total
-        means = total_sums(sums, self._mesh) / num_rows
-        return dict(zip(self._names, means.tolist(), strict=True))
-
-    def _names_of_all_stages(self) -> list[str]:
-        mine = sorted({loss.name for loss in self._losses})
-        if self._mesh.degrees.pp == 1:
-            return mine
-        return sorted(set().union(*all_gather(mine, self._mesh.axis("pp").get_group())))

@@ -15,11 +15,11 @@ from overland.data.loader import load_batch
 from overland.data.prepare import Dataset
 from overland.data.sources.marks import digest_of
 from overland.objectives.objective import NextToken, count_of
-from overland.parallel.comm import sum_over
+from overland.parallel.comm import sum_over, total_sums
 from overland.parallel.context import share_of_rows
 from overland.parallel.sharding import reshard
 from overland.training.callbacks import Record
-from overland.training.step import total_sums, with_known, with_passes
+from overland.training.step import with_known, with_passes
 from overland.words import any_of
 from overland.world.heartbeat import Phase
 

@@ -29,7 +29,7 @@ from overland.errors import CheckpointError
 from overland.files import Disk
 from overland.models.registry import read_hf_config
 from overland.parallel.sharding import named_parameters
-from overland.training.run import build_run
+from overland.training.build import build_run
 from overland.world import World
 from tests.checkpoint.convert.samples import fixture
 from tests.jobs import run_job, tiny_job

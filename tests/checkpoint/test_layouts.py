@@ -10,8 +10,8 @@ from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
 from overland.parallel.sharding import named_parameters, shard_of
+from overland.training.build import build_run
 from overland.training.loop import train
-from overland.training.run import build_run
 from overland.world import World
 
 

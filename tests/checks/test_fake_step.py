@@ -29,7 +29,7 @@ from overland.objectives import registry as objectives
 from overland.objectives.objective import Objective
 from overland.optimizers import WholeMatrix
 from overland.optimizers import registry as optimizers
-from overland.training.run import build_run
+from overland.training.build import build_run
 from overland.training.step import train_step
 from overland.world import World
 

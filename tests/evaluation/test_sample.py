@@ -10,8 +10,8 @@ from overland.apps.evaluation import sample
 from overland.apps.evaluation.cache import can_cache
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
+from overland.training.build import build_run
 from overland.training.loop import train
-from overland.training.run import build_run
 from overland.world import World
 from tests.jobs import Recorder
 

@@ -13,7 +13,7 @@ from overland.models.init import cast_floats
 from overland.models.inner import InnerLoss, Statistic
 from overland.parallel.apply import require_splittable
 from overland.parallel.mesh import build_mesh
-from overland.training.step import InnerState
+from overland.training.inner_state import InnerState
 from overland.world import World
 
 

@@ -57,6 +57,8 @@ def test_every_flavor_survives_config_json() -> None:
     for name in model_names():
         for flavor in flavor_names(name):
             config = resolve_config(name, flavor)
+            if not type(config).__module__.startswith("overland."):
+                continue  # another test's, in the same process
             assert registry.read_hf_config(config.to_hf()) == config
             assert config.override({}) == config
 

@@ -12,7 +12,7 @@ from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.read import open_checkpoint
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
-from overland.training.run import build_run
+from overland.training.build import build_run
 from overland.training.state import run_tensors, saved_state
 from overland.world import World
 from tests.cli.processes import ROOT

@@ -16,8 +16,8 @@ from overland.config.schema import JobConfig
 from overland.data.plan import ChangedSource
 from overland.errors import DataError
 from overland.training import loop
+from overland.training.build import build_run
 from overland.training.loop import train
-from overland.training.run import build_run
 from overland.world import World
 from tests.jobs import tiny_job
 

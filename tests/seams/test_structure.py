@@ -22,7 +22,7 @@ from overland.config.schema import JobConfig
 from overland.models import ModelError, registry
 from overland.models.flops import count_parameters
 from overland.parallel import plans
-from overland.training.run import FromFirstRank, build_run
+from overland.training.build import FromFirstRank, build_run
 from overland.world import World
 from tests.jobs import losses_and_norms, tiny_job
 from tests.seams import own_network

@@ -17,6 +17,7 @@ from overland.errors import TrainingError
 from overland.parallel.sharding import shard_of
 from overland.training import loop as loop_module
 from overland.training import step as step_module
+from overland.training.build import build_run
 from overland.training.callbacks import Callback
 from overland.training.health import (
     GROWTH_INTERVAL,
@@ -27,7 +28,7 @@ from overland.training.health import (
 )
 from overland.training.loop import check_last_save, train
 from overland.training.resume import resume_newest
-from overland.training.run import Run, build_run
+from overland.training.run import Run
 from overland.training.state import run_facts, saved_state
 from overland.world import World
 from tests.jobs import Recorder, losses, run_job, tiny_job

@@ -9,7 +9,7 @@ from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.models.inner import InnerLoss
-from overland.training.run import build_run
+from overland.training.build import build_run
 from overland.training.step import train_step
 from overland.world import World
 from tests.jobs import losses_and_norms, tiny_job

@@ -18,13 +18,13 @@ from overland.errors import Kind, TrainingError
 from overland.models.registry import model_config
 from overland.parallel.comm import process_group
 from overland.training import out_of_memory as out_of_memory_
+from overland.training.build import build_run
 from overland.training.out_of_memory import (
     is_out_of_memory,
     out_of_memory,
     rank_killed,
     require_memory,
 )
-from overland.training.run import build_run
 from overland.world import World, devices
 from overland.world.devices import MemoryState, machine_memory
 from overland.world.last_words import error_kind

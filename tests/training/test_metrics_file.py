@@ -15,6 +15,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
+from overland.training.build import build_run
 from overland.training.callbacks import Callback
 from overland.training.history import History
 from overland.training.loop import train
@@ -25,7 +26,7 @@ from overland.training.metrics import (
     drop_torn_line,
     newest_records,
 )
-from overland.training.run import Run, build_run
+from overland.training.run import Run
 from overland.world import World
 from overland.world.heartbeat import Heartbeat
 from tests.jobs import tiny_job

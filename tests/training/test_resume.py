@@ -29,10 +29,11 @@ from overland.data.sampler import RandomBlocks
 from overland.errors import CheckpointError, DataError, MismatchError, NotSavedError
 from overland.files import Disk
 from overland.training import loop, stop
+from overland.training.build import build_run
 from overland.training.callbacks import Callback
 from overland.training.loop import train
 from overland.training.rehearsal import try_newest
-from overland.training.run import Run, build_run
+from overland.training.run import Run
 from overland.training.screen import Screen
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Transfer, read_signs

@@ -14,9 +14,9 @@ from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.errors import sentence
 from overland.files import DISK
+from overland.training.build import build_run, keep_tokenizer
 from overland.training.export import export_hf
 from overland.training.loop import train
-from overland.training.run import build_run, keep_tokenizer
 from overland.world import World
 from tests.jobs import TINY_MODEL, losses, run_job, tiny_job
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from overland.apps.proofs.pool import RankPool
+from overland.training.build import build_run
 from overland.training.callbacks import Callback
 from overland.training.loop import train
-from overland.training.run import Run, build_run
+from overland.training.run import Run
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Phase
 from tests.jobs import tiny_job

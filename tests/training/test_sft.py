@@ -21,9 +21,9 @@ from overland.config.schema import JobConfig
 from overland.config.write import to_toml
 from overland.data.tokenizer import Tokenizer
 from overland.training import loop
+from overland.training.build import build_run
 from overland.training.loop import train
 from overland.training.rehearsal import require_start
-from overland.training.run import build_run
 from overland.world import World
 from tests.data.chats import LLAMA3, PLAIN_CHATML, ROLES, write_lines, write_tokenizer
 from tests.jobs import TINY_MODEL, losses_and_norms, run_job, tiny_job, write_model

@@ -14,9 +14,9 @@ from overland.checkpoint.folder import list_checkpoints
 from overland.config.schema import JobConfig
 from overland.data.leakage import check_held_out
 from overland.errors import DataError
+from overland.training.build import build_run
 from overland.training.console import validation_line
 from overland.training.loop import train
-from overland.training.run import build_run
 from overland.training.validate import about_sets
 from overland.world import World
 from tests.jobs import Recorder, run_job, tiny_job

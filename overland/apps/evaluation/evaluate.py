@@ -46,8 +46,8 @@ from overland.errors import DataError, ModelError, OutOfMemoryError
 from overland.parallel.comm import all_of
 from overland.progress import progress_bar
 from overland.run_folder import TOKENIZER
+from overland.training.build import once_for_all
 from overland.training.out_of_memory import is_out_of_memory
-from overland.training.run import once_for_all
 from overland.world import World
 
 T = TypeVar("T")

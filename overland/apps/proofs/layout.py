@@ -212,9 +212,10 @@ def curves(world: World, config: JobConfig) -> Curves:
     import torch
 
     from overland.checks.model import import_custom
+    from overland.training.build import build_run
     from overland.training.callbacks import Callback, Record
     from overland.training.loop import train
-    from overland.training.run import Run, build_run
+    from overland.training.run import Run
 
     steps: Curve = []
     validations: Curve = []

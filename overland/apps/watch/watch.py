@@ -19,6 +19,7 @@ from typing import Any
 from overland.apps.evaluation.results import read_results
 from overland.apps.watch.queue import Queue, QueuedJob
 from overland.cluster.supervise.events import LARGEST, Event, Events
+from overland.config.schema import NO_DESCRIPTION
 from overland.errors import NoRun
 from overland.files import parse_toml
 from overland.processes import host, is_running
@@ -32,7 +33,6 @@ from overland.run_folder import (
     EVALUATIONS,
     LIVE,
     METRICS,
-    NO_DESCRIPTION,
     OWNER,
     PLAN,
     SESSIONS,
