@@ -16,6 +16,7 @@ from overland.errors import ModelError
 from overland.models.registry import model_config
 from overland.words import any_of
 from overland.world import sharing
+from overland.world.devices import device_memory
 
 
 def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
@@ -56,6 +57,8 @@ def check_sharing(loaded: Loaded) -> Iterator[Problem]:
         )
     elif torch.version.hip is not None:
         yield problem("is untested on AMD GPUs; start one rank per device", "machine")
+    elif not device_memory(torch.device("cuda", 0), value):
+        yield problem("leaves no memory of this GPU to each rank; lower it", "machine")
     elif note := sharing.mps_note():
         yield problem(note, "note")
 

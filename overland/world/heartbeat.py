@@ -156,7 +156,7 @@ class Heartbeat:
         self._memory: mmap.mmap | bytearray = bytearray(SIZE)
         if folder is not None:
             with (folder / f"{rank}.beat").open("w+b") as file:
-                file.truncate(SIZE)
+                os.posix_fallocate(file.fileno(), 0, SIZE)  # a full disk is an error here, no crash
                 self._memory = mmap.mmap(file.fileno(), SIZE)
         self.pulse = Pulse(self._memory)
         self.enter(Phase.STARTING)
@@ -227,7 +227,10 @@ def start_heartbeat(rank: int, env: Mapping[str, str] = os.environ) -> Iterator[
     folder = heartbeat_folder(env)
     if folder is None:
         launchers = Path(env[LAUNCHER_HEARTBEATS]) if LAUNCHER_HEARTBEATS in env else None
-        beat = Heartbeat(rank, launchers)
+        try:
+            beat = Heartbeat(rank, launchers)
+        except OSError:  # no room: the launcher learns less, and the rank trains
+            beat = Heartbeat(rank)
         if launchers is not None:
             beat.on_error = lambda error: (launchers / f"{rank}.error").write_text(str(error))
         yield beat

@@ -64,7 +64,8 @@ def launch_local(
     """Runs `overland ARGUMENTS` on `num_ranks` processes; returns their exit code."""
     log_folder.mkdir(parents=True, exist_ok=True)
     forget_records(log_folder)
-    beats = Path(tempfile.mkdtemp(prefix="overland-", dir=MEMORY if MEMORY.is_dir() else None))
+    memory = MEMORY if os.access(MEMORY, os.W_OK) else None
+    beats = Path(tempfile.mkdtemp(prefix="overland-", dir=memory))
     shared_env = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -169,10 +170,10 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
 def _awaited(
     failed: int, ranks: list[subprocess.Popen[bytes]], beats: Path, log_folder: Path
 ) -> str:
-    """Returns which rank the others waited for, if the one that failed gave up waiting. NCCL then
-    aborts its process; gloo raises an error."""
-    error = read_error(beats, failed)
-    if ranks[failed].returncode != -signal.SIGABRT and not TIMED_OUT.search(error):
+    """Returns which rank the others waited for, if any gave up waiting: NCCL then aborts its
+    process; gloo raises an error, and another rank that loses its connection may end first."""
+    errors = "\n".join(read_error(beats, rank) for rank in range(len(ranks)))
+    if ranks[failed].returncode != -signal.SIGABRT and not TIMED_OUT.search(errors):
         return ""
     return waited_for(read_signs(beats), len(ranks)) or last_wait(log_folder, len(ranks))
 

@@ -48,7 +48,8 @@ def open_store(world: World, timeout_seconds: int) -> Store:
 
     rendezvous = world.rendezvous
     if rendezvous is None:  # torchrun has opened one
-        opened, _, _ = next(dist.rendezvous("env://", world.rank, world.size))
+        seconds = timedelta(seconds=timeout_seconds)
+        opened, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=seconds))
         return dist.PrefixStore("overland", opened)
     address = reachable(rendezvous.address)
     listener = _listen(rendezvous, address, world) if world.is_first else None

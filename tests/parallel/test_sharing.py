@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from overland.checks import load_checked
+from overland.checks.machine import check_sharing
 from overland.config.errors import ConfigError
+from overland.config.load import Loaded
+from overland.config.schema import JobConfig
 from overland.errors import TrainingError
 from overland.world import World, devices
 from overland.world.sharing import KEY, mps_note, require_own_device, share_devices
@@ -58,3 +61,12 @@ def test_cpus_are_not_shared(more: list[str], what: str) -> None:
 def test_without_mps_a_note_says_how_to_start_it(tmp_path: str) -> None:
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
     assert "nvidia-cuda-mps-control" in mps_note(env)
+
+
+def test_ranks_whose_part_holds_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    small = SimpleNamespace(total_memory=16 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
+    config = JobConfig.model_validate({"comm": {"ranks_per_device": 16}})
+    [problem] = check_sharing(Loaded(config, [], "run.toml"))
+    assert "no memory" in problem.message
