@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-from overland.data.build import build
+from overland.apps.data.build import build
 from overland.data.corpus import lay_out, open_corpus
 from overland.data.order import permute
 from overland.data.sources import JsonLines, StandardLibrary

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from overland.apps.convert.formats import open_any as open_checkpoint
     from overland.apps.convert.formats import register_format as register_format
     from overland.apps.convert.save import save_model as save_model
+    from overland.apps.data.loader import build_train_loader as build_train_loader
     from overland.apps.dataset import TrainingSet as TrainingSet
     from overland.apps.dataset import open_dataset as open_dataset
     from overland.apps.evaluation.answers import generate as generate
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from overland.apps.evaluation.model import open_model as load_model
     from overland.config.errors import ConfigError as ConfigError
     from overland.config.schema import JobConfig as JobConfig
-    from overland.data.loader import build_train_loader as build_train_loader
     from overland.data.registry import register_source as register_source
     from overland.errors import OverlandError as OverlandError
     from overland.models.registry import model_names as model_names
@@ -102,7 +102,7 @@ _PLACES = {
     "OverlandError": "overland.errors",
     "Trained": "overland.training.main",
     "TrainingSet": "overland.apps.dataset",
-    "build_train_loader": "overland.data.loader",
+    "build_train_loader": "overland.apps.data.loader",
     "convert": "overland.apps.convert.convert",
     "evaluate": "overland.apps.evaluation.main",
     "generate": "overland.apps.evaluation.answers",

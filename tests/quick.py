@@ -44,6 +44,7 @@ FOLDERS = {
     "overland/slurm.py": "tests/cluster",
     "overland/apps/convert": "tests/checkpoint/convert",
     "overland/cluster/doctor": "tests/cluster",
+    "overland/apps/data": "tests/data",
     "overland/apps/dialects": "tests/config",
     "overland/apps/evaluation": "tests/evaluation",
     "overland/apps/hub": "tests/hub",

@@ -17,8 +17,8 @@ from overland.progress import progress_bar
 from overland.words import number_of
 
 if TYPE_CHECKING:
+    from overland.apps.data.summary import SourceSummary
     from overland.data.sources.source import Document
-    from overland.data.sources.summary import SourceSummary
 
 BAR_WIDTH = 40
 SAMPLE_CHARACTERS = 160
@@ -63,8 +63,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Read a corpus once and summarize what it holds."""
+    from overland.apps.data.summary import TokenCount, document_hash, summarize
     from overland.data.sources.source import BadDocument
-    from overland.data.sources.summary import TokenCount, document_hash, summarize
 
     found: list[str] = []
     each: Callable[[Document], None] = lambda document: None

@@ -17,8 +17,8 @@ from overland.cli.common import user_errors
 from overland.progress import progress_bar
 
 if TYPE_CHECKING:
+    from overland.apps.data.build import BuildState, Built
     from overland.config.schema import JobConfig
-    from overland.data.build import BuildState, Built
     from overland.data.sources import Source
     from overland.data.tokenizer import Tokenizer
 
@@ -83,8 +83,8 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Tokenize a corpus into shards ahead of training. Run again to resume an interrupted build."""
+    from overland.apps.data import build as builder
     from overland.config.schema import Data
-    from overland.data import build as builder
     from overland.data.corpus_folder import read_layout
     from overland.data.layout import lay_out
     from overland.data.sft import conversations_of
@@ -111,7 +111,7 @@ def build(
     root = Path(out or Data().folder).expanduser()
     check_apart(Path(path).expanduser(), root)
     if opened is not None and bos is None and getattr(source, "kind", "text") == "text":
-        opened = framed(name, source, opened, root, skip_bad)
+        report_bos(opened)
     folder = lay_out(
         name,
         source,
@@ -196,26 +196,14 @@ def check_apart(source: Path, out: Path) -> None:
         )
 
 
-def framed(
-    name: str, source: Source, tokenizer: Tokenizer, root: Path, skip_bad: bool
-) -> Tokenizer:
-    """Returns the tokenizer with its own choice of BOS, unless a corpus was started without BOS,
-    before that was the default; reports which one applies."""
-    from overland.data.layout import find_laid_out
-
-    bos = tokenizer.bos_id
-    if bos is None:
-        return tokenizer
-    because = tokenizer.bos_because
-    if tokenizer.add_bos and not find_laid_out(name, source, tokenizer, root, skip_bad=skip_bad):
-        former = tokenizer.with_bos(False)
-        if found := find_laid_out(name, source, former, root, skip_bad=skip_bad):
-            tokenizer, because = former, f"as {found} was started"
+def report_bos(tokenizer: Tokenizer) -> None:
+    """Reports whether the tokenizer itself begins documents with BOS."""
+    if tokenizer.bos_id is None:
+        return
     how = "with" if tokenizer.add_bos else "without"
     other = "--no-bos" if tokenizer.add_bos else "--bos"
-    piece = tokenizer.pieces([bos])[0]
+    piece, because = tokenizer.pieces([tokenizer.bos_id])[0], tokenizer.bos_because
     to_stderr(f"documents begin {how} {piece}, {because} ({other} builds a separate corpus)")
-    return tokenizer
 
 
 def import_sources(name: str) -> None:

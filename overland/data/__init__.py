@@ -9,18 +9,15 @@ opens all of it for a config. Chats are rendered on the way in: `conversations.p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from overland.data.loader import build_train_loader as build_train_loader
+from overland.plugins import plugin
 
 __all__ = ["build_train_loader"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the loader late, because it needs torch and most of this package does not."""
+    """Finds the loader for users' own scripts, which the core itself does not need."""
     if name == "build_train_loader":
-        from overland.data.loader import build_train_loader
-
-        return build_train_loader
+        return plugin("train_loader").build_train_loader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from overland.data.arrays import Arrays
 from overland.data.order import group_alike, groups, permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
+from overland.data.plan import REST_RULES
 from overland.data.rows import Origins, Room
 from overland.data.shard import TOKENS, Shard
 from overland.data.sources.marks import digest_of
@@ -84,7 +85,14 @@ class Window:
         borrowed = shared[is_last] | (whole.borrowed & (stop == whole.length))
         # A borrowed token on its own is the first of its document, with nothing to predict it from.
         kept = ~borrowed | (stop - start > 1) | (packing == "pack")
-        return _parts(whole[kept], start[kept], stop[kept], borrowed[kept])
+        whole, start, stop = whole[kept], start[kept], stop[kept]
+        return replace(
+            whole,
+            start=whole.start + start,
+            length=stop - start,
+            offset=whole.offset + start,
+            borrowed=borrowed[kept],
+        )
 
     def _shared(self, blocks: Array, pieces: Pieces) -> npt.NDArray[np.bool_]:
         """Whether a piece ends its block with a token that is also the first of another block."""
@@ -251,55 +259,18 @@ class Rest:
     stream: BlockStream
     window: int
     place: int
-    rules: int
-    """See `plan.Segment`."""
 
     @property
     def key(self) -> str:
-        rules = [self.rules] if self.rules > 1 else []
-        return digest_of([self.stream.key, self.window, self.place, *rules])
+        return digest_of([self.stream.key, self.window, self.place, REST_RULES])
 
     def documents(self, packing: Packing) -> Documents:
         """Returns the unread pieces as documents, to be packed in this way."""
-        window, places = self._unread()
+        window = self.stream.open(self.window)
+        places = np.arange(self.place, window.cut.num_blocks)
         if self.stream.shape.packing == "trunc":  # unread documents need not stay truncated
             return window.documents[window.pieces(places).document]
-        if self.rules > 1:
-            return window.joined(places, packing)
-        pieces = window.own_pieces(places)
-        whole = window.documents[pieces.document]
-        return _parts(whole, pieces.start, pieces.stop, np.zeros(len(whole), bool))
-
-    def num_lost(self) -> int:
-        """Counts the predictions inside documents that earlier rules lost when blocks were cut
-        again."""
-        if self.rules > 1 or self.stream.shape.packing == "trunc":
-            return 0
-        window, places = self._unread()
-        lengths = (self.documents("pack").length, window.joined(places, "pack").length)
-        cut, joined = (int(np.maximum(one - 1, 0).sum()) for one in lengths)
-        return joined - cut
-
-    def _unread(self) -> tuple[Window, Array]:
-        window = self.stream.open(self.window)
-        return window, np.arange(self.place, window.cut.num_blocks)
-
-
-def _parts(
-    whole: Documents, start: Array, stop: Array, borrowed: npt.NDArray[np.bool_]
-) -> Documents:
-    """Returns a part of each document, as a document of its own."""
-    return Documents(
-        whole.files,
-        whole.file,
-        whole.start + start,
-        stop - start,
-        whole.source,
-        whole.number,
-        whole.offset + start,
-        borrowed,
-        whole.epoch,
-    )
+        return window.joined(places, packing)
 
 
 def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Room, pad_id: int) -> Array:

@@ -170,7 +170,7 @@ def open_streamed(
     )
 
 
-def reopen_earlier(
+def reopen_planned(
     config: JobConfig,
     tokenizer: Tokenizer | None,
     vocab_size: int | None,
@@ -178,9 +178,9 @@ def reopen_earlier(
     name: str,
     fingerprint: str,
 ) -> Corpus | None:
-    """Returns the corpus with this fingerprint, laid out as by an earlier version, or None.
-    Every rank does this on its own, because some may have failed to read the checkpoint that needs
-    it."""
+    """Returns the corpus with this fingerprint, which may have been laid out with another policy
+    for BOS or bad documents, or None. Every rank does this on its own, because some may have failed
+    to read the checkpoint that needs it."""
     wanted = sources_of(config).get(name)
     if wanted is None or is_made(name, wanted) or find_built(name, wanted, config.data):
         return None
@@ -192,7 +192,7 @@ def reopen_earlier(
     for one, bad in policies:
         data = config.data.model_copy(update={"bad_documents": bad})
         asked = config.model_copy(update={"data": data})
-        path = _lay_out(name, source(), one, asked, vocab_size, expected=fingerprint)
+        path = laid_out_by(name, source(), one, asked, vocab_size)
         if path.name.endswith(fingerprint):
             found = path
             break
@@ -271,17 +271,17 @@ def is_of_another_tokenizer(folder: Path, config: JobConfig, tokenizer: Tokenize
 
 
 def laid_out_by(
-    how: Callable[..., Path | None],
     name: str,
     source: Source,
     tokenizer: Tokenizer | None,
     config: JobConfig,
     vocab_size: int | None,
-) -> Path | None:
-    """Calls `lay_out` or `find_laid_out` with the settings of the config."""
+    report: Callable[[str], None] = lambda message: None,
+) -> Path:
+    """Lays out a corpus with the settings of the config."""
     data = config.data
     with named_by_keys():
-        return how(
+        return lay_out(
             name,
             source,
             tokenizer,
@@ -289,6 +289,7 @@ def laid_out_by(
             shard_documents=shard_documents(data),
             skip_bad=data.bad_documents == "skip",
             vocab_size=vocab_size,
+            report=report,
         )
 
 
@@ -332,7 +333,7 @@ def _stream(
         source = open_source()
         for note in getattr(source, "notes", ()):
             preparer.report(f"note: {name}: {note}")
-        folder = _lay_out(name, source, tokenizer, config, vocab_size, preparer.report)
+        folder = laid_out_by(name, source, tokenizer, config, vocab_size, preparer.report)
         return folder.name.rpartition("-")[2]
 
     fingerprint = preparer.once(prepare)
@@ -356,21 +357,6 @@ def _complete_in(root: Path, fingerprint: str) -> str:
     run with a data.cache_folder would tokenize it again."""
     found = find_corpus(root, fingerprint)
     return str(found) if found is not None and open_corpus(found).is_complete else ""
-
-
-def _lay_out(
-    name: str,
-    source: Source,
-    tokenizer: Tokenizer | None,
-    config: JobConfig,
-    vocab_size: int | None,
-    report: Callable[[str], None] = lambda message: None,
-    expected: str | None = None,
-) -> Path:
-    how = partial(lay_out, report=report, expected=expected)
-    found = laid_out_by(how, name, source, tokenizer, config, vocab_size)
-    assert found is not None
-    return found
 
 
 def _processes(config: JobConfig) -> int:

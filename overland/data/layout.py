@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from overland.data.corpus_folder import (
 )
 from overland.data.sources.compression import times_smaller
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
-from overland.data.sources.source import RULES, FileSource, Kind, Source, list_chunks
+from overland.data.sources.source import FileSource, Kind, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
 from overland.errors import ChoiceRequired, DataError
 from overland.files import new_file, publish, sync
@@ -62,98 +62,35 @@ def lay_out(
     skip_bad: bool = False,
     vocab_size: int | None = None,
     report: Report = lambda message: None,
-    expected: str | None = None,
 ) -> Path:
     """Returns the folder of the corpus for these arguments, which is found under `root` or created
     there.
 
     An existing corpus is reused, under any name, if the request was the same and no file has
-    changed since, judging by sizes and times. Two processes may call this at the same time. If
-    `expected` is the fingerprint that some version of the rules gives, those rules are used.
+    changed since, judging by sizes and times. Two processes may call this at the same time.
     """
-    policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
-    made_by = _tokenizer_of(source, tokenizer)
-    files = made_by.files() if made_by is not None else {}
-    for rules in _rules(source) if expected is not None else ():
-        with _under(source, rules):
-            asked = _ask(name, source, policy, shard_documents)
-            layout, lines = _describe(name, source, policy, shard_documents, root, asked)
-            if layout.fingerprint == expected:
-                _write(layout, lines, files)
-                return layout.folder
-    found = _find_asked(name, source, root, policy, shard_documents, report)
+    policy, chunks = _policy(name, source, tokenizer, skip_bad, vocab_size), list_chunks(source)
+    request = _request(name, source, policy, shard_documents, chunks)
+    found = _find(name, source, root, request, report)
     if found is not None:
         return found
-    asked = _ask(name, source, policy, shard_documents)
-    layout, lines = _describe(name, source, policy, shard_documents, root, asked)
-    _write(layout, lines, files)
+    layout, lines = _describe(name, source, policy, shard_documents, root, request, chunks)
+    made_by = _tokenizer_of(source, tokenizer)
+    _write(layout, lines, made_by.files() if made_by is not None else {})
     return layout.folder
 
 
-def find_laid_out(
-    name: str,
-    source: Source,
-    tokenizer: Tokenizer | None,
-    root: Path,
-    *,
-    shard_documents: int = SHARD_DOCUMENTS,
-    skip_bad: bool = False,
-    vocab_size: int | None = None,
-) -> Path | None:
-    """Returns the existing corpus that `lay_out` would reuse, if any; creates nothing."""
-    policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
-    return _find_asked(name, source, root, policy, shard_documents, lambda message: None)
-
-
-def _find_asked(
-    name: str,
-    source: Source,
-    root: Path,
-    policy: dict[str, Any],
-    shard_documents: int,
-    report: Report,
-) -> Path | None:
-    """Looks for a corpus laid out under the current rules, then under earlier ones."""
-    for rules in _rules(source):
-        with _under(source, rules):
-            asked = _ask(name, source, policy, shard_documents)
-            found = _find(name, source, root, asked.request, report)
-        if found is not None:
-            return found
-    return None
-
-
-def _rules(source: Source) -> tuple[int, ...]:
-    return RULES if isinstance(source, FileSource) else RULES[:1]
-
-
-class _Asked(NamedTuple):
-    request: str
-    chunks: list[str]
-
-
-@contextlib.contextmanager
-def _under(source: Source, rules: int) -> Iterator[None]:
-    """Makes the source follow these rules."""
-    if not isinstance(source, FileSource):
-        yield
-        return
-    before, source.rules = source.rules, rules
-    try:
-        yield
-    finally:
-        source.rules = before
-
-
-def _ask(name: str, source: Source, policy: dict[str, Any], shard_documents: int) -> _Asked:
-    chunks = list_chunks(source)
+def _request(
+    name: str, source: Source, policy: dict[str, Any], shard_documents: int, chunks: list[str]
+) -> str:
+    """Returns a fingerprint of what is requested, without the content of the files."""
     about = [FORMAT, CONTENT, shard_documents, SHARD_BYTES, policy]
     described = [
         type(source).__name__, getattr(source, "format", None), getattr(source, "column", None),
         getattr(source, "dtype", None),
         "" if isinstance(source, FileSource) else _fingerprint(name, source),
     ]  # fmt: skip
-    return _Asked(digest_of([about, described, _digest(chunks)]), chunks)
+    return digest_of([about, described, _digest(chunks)])
 
 
 def _describe(
@@ -162,10 +99,10 @@ def _describe(
     policy: dict[str, Any],
     shard_documents: int,
     root: Path,
-    asked: _Asked,
+    request: str,
+    chunks: list[str],
 ) -> tuple[CorpusLayout, Iterator[bytes]]:
     """Returns the layout, and the lines that describe its chunks."""
-    request, chunks = asked
     if not chunks:
         raise DataError(f"{place_of(source)} is empty: it lists no chunks")
     marks: dict[str, FileMark] = source.marks() if isinstance(source, FileSource) else {}

@@ -20,6 +20,7 @@ from overland.words import any_of
 
 MixedBy = Literal["rows", "tokens"]
 FORMAT = 1
+REST_RULES = 2  # part of every plan; increased when blocks left unread are cut again in another way
 LENGTH_STEP = 64  # rows cut to the longest of them have a multiple of this many tokens
 T = TypeVar("T")
 
@@ -36,9 +37,7 @@ class Segment:
     last_block: LastBlock = "pad"
     document_mask: bool = False
     pad_id: int = 0
-    rest_rules: int = 2
-    """How blocks that the previous segment left unread are cut again: under 1, the rules of earlier
-    versions, the pieces stayed separate, and the predictions between them were lost."""
+    rest_rules: int = REST_RULES
     epochs: float | None = None
     """After this many epochs of its only source, the rows that fill the batch are masked."""
     group_by_length: bool = False
@@ -94,12 +93,13 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         values = dict(data)
-        if values.pop("format", None) != FORMAT:
+        rules = {one.get("rest_rules") for one in data["segments"]}
+        if values.pop("format", None) != FORMAT or rules != {REST_RULES}:
             raise DataError(
                 "the data plan was written by another version of Overland: resume with that version"
             )
         sources = {name: PlannedSource(**one) for name, one in values.pop("sources").items()}
-        segments = tuple(Segment(**{"rest_rules": 1, **one}) for one in values.pop("segments"))
+        segments = tuple(Segment(**one) for one in values.pop("segments"))
         return cls(sources=sources, segments=segments, **values)
 
     def continued(self, wanted: Plan, batch: int) -> Plan:
@@ -171,7 +171,7 @@ def differences(before: Segment, after: Segment) -> list[str]:
     return [
         f"{key} {old[key]} → {new[key]}"
         for key in new
-        if key not in ("first_batch", "rest_rules") and old[key] != new[key]
+        if key != "first_batch" and old[key] != new[key]
     ]
 
 
@@ -207,10 +207,8 @@ def _source_to_json(source: PlannedSource) -> dict[str, Any]:
 
 
 def _to_json(segment: Segment) -> dict[str, Any]:
-    """Converts a segment as the version that made it did, so that fingerprints stay the same."""
+    """Leaves out what earlier plans did not have, so that their fingerprints stay the same."""
     values = asdict(segment)
-    if segment.rest_rules == 1:
-        del values["rest_rules"]
     if segment.epochs is None:
         del values["epochs"]
     if not segment.group_by_length:

@@ -21,7 +21,7 @@ from overland.data.corpora import (
     made_otherwise,
     open_named_corpus,
     open_streamed,
-    reopen_earlier,
+    reopen_planned,
     settings_before,
 )
 from overland.data.corpus import Corpus
@@ -64,8 +64,7 @@ from overland.run_folder import PLAN, TOKENIZER
 MANY_EPOCHS = 4
 
 Reopen = Callable[[str, str], Corpus | None]
-"""Returns the corpus of a source, given its name and a fingerprint, laid out as by an earlier
-version."""
+"""Returns the corpus of a source, given its name and the fingerprint that a plan has of it."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ def training_data(
     name = training.dataset if len(wanted) == 1 else "mixture"
     rows = Sampler(plan, corpora, reading)
     return Dataset(
-        name, rows, tokenizer, partial(reopen_earlier, config, tokenizer, vocab_size, preparer)
+        name, rows, tokenizer, partial(reopen_planned, config, tokenizer, vocab_size, preparer)
     )
 
 
@@ -251,7 +250,7 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
             corpora[name] = open_named_corpus(
                 table, name, wanted[name], config, tokenizer, vocab_size, Preparer()
             )
-    reopen = partial(reopen_earlier, config, tokenizer, vocab_size, Preparer(tokenizes=False))
+    reopen = partial(reopen_planned, config, tokenizer, vocab_size, Preparer(tokenizes=False))
     corpora = _as_planned(plan, corpora, reopen)
     reading = Reading(plan.seed, True, plan.window_documents, run / "data")
     rows = Sampler(plan, corpora, reading)
@@ -380,7 +379,7 @@ def _contents(corpus: Path) -> list[tuple[int, str]]:
 def _as_planned(
     plan: Plan, corpora: Mapping[str, AnyCorpus], reopen: Reopen
 ) -> dict[str, AnyCorpus]:
-    """Returns the corpora, each laid out as in the plan, possibly by an earlier version."""
+    """Returns the corpora, each laid out as in the plan."""
     found = dict(corpora)
     for name, source in plan.sources.items():
         corpus = found.get(name)

@@ -314,7 +314,7 @@ class Sampler:
             window, place = (int(one[0]) for one in old.places([read]))
             first = old.window_behind(window)
             is_cut = place or first < old.first
-            rest = Rest(old, window, place, segment.rest_rules) if is_cut else None
+            rest = Rest(old, window, place) if is_cut else None
             first += 1 if rest else 0
         if not isinstance(old.windows, MixedWindows):
             name = getattr(old.windows, "name", None)

@@ -98,7 +98,6 @@ class ConversationSource(FileSource):
         return [f"{self.shape} (sft.shape){self._how()}", *super().notes, *self._surprises()]
 
     def chunks(self) -> list[str]:
-        self.records.rules = self.rules
         return self.records.chunks()
 
     def about_documents(self) -> int | None:
@@ -114,7 +113,6 @@ class ConversationSource(FileSource):
         return self.records.files_of(chunk)
 
     def marks(self) -> dict[str, FileMark]:
-        self.records.rules = self.rules
         return self.records.marks()
 
     def fingerprint(self, marks: Mapping[str, FileMark] | None = None) -> str:

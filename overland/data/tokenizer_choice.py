@@ -16,10 +16,9 @@ from pathlib import Path
 
 from overland.config.schema import Data as Settings
 from overland.config.schema import DataSource, JobConfig
-from overland.data.corpora import AnyCorpus, Preparer, laid_out_by, streams_root, trained_size
+from overland.data.corpora import AnyCorpus, Preparer, trained_size
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import CorpusLayout, read_layout
-from overland.data.layout import find_laid_out
 from overland.data.registry import (
     CHOICES,
     find_built,
@@ -58,7 +57,7 @@ def tokenizer_for(
 def open_tokenizer(
     path: Path, config: JobConfig, wanted: Mapping[str, DataSource], preparer: Preparer
 ) -> Tokenizer:
-    """Opens a tokenizer with the policy of the config, of the run that is resumed, of an existing
+    """Opens a tokenizer with the policy of the config, of the run that is resumed, of a built
     corpus, or its own, in this order."""
     if config.sft.shape != "off":
         return tokenizer_for_chats(config)
@@ -72,8 +71,6 @@ def open_tokenizer(
     kept, because = preparer.policy.add_bos, "as this run began"
     if kept is None:
         kept, because = built.add_bos, f"as {folder} was built"
-    if kept is None:
-        kept, because = preparer.once(partial(_former_bos, config, wanted, tokenizer))
     if kept is None:
         return tokenizer
     tokenizer = tokenizer.with_bos(kept)
@@ -140,15 +137,14 @@ def asked_policy(config: JobConfig) -> Policy:
 
 
 def kept_policy(run: Path) -> Policy:
-    """Returns the policy of an existing run. Runs from before BOS was recorded began without BOS,
-    unless their config set it."""
+    """Returns the policy of an existing run, as far as it is known."""
     try:
         kept = json.loads((run / PLAN).read_text())
     except (OSError, ValueError):
         return UNKNOWN
     if not isinstance(kept, dict):
         return UNKNOWN
-    found = (kept.get("add_bos", False), kept.get("add_eos"))
+    found = (kept.get("add_bos"), kept.get("add_eos"))
     return Policy(*(one if isinstance(one, bool) else None for one in found))
 
 
@@ -170,23 +166,6 @@ def _built_policy(config: JobConfig, wanted: Mapping[str, DataSource]) -> tuple[
             if layout.kind == "text":
                 return Policy(layout.add_bos, layout.add_eos), str(folder)
     return UNKNOWN, ""
-
-
-def _former_bos(
-    config: JobConfig, wanted: Mapping[str, DataSource], tokenizer: Tokenizer
-) -> tuple[bool | None, str]:
-    """Returns the BOS setting of a corpus that was laid out from these sources before BOS became
-    the default."""
-    if not tokenizer.add_bos or not any(streams_root(config).glob("*/corpus.json")):
-        return None, ""
-    for name, one in wanted.items():
-        source = _text(name, one, config)
-        if source is None or laid_out_by(find_laid_out, name, source, tokenizer, config, None):
-            continue
-        former = tokenizer.with_bos(False)
-        if found := laid_out_by(find_laid_out, name, source, former, config, None):
-            return False, f"as {found} was made"
-    return None, ""
 
 
 def _trained(

@@ -4,10 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overland.cli.data_build import check_apart, find_part, framed
-from overland.data.corpus import lay_out, open_corpus
+from overland.cli.data_build import check_apart, find_part, report_bos
+from overland.data.corpus import open_corpus
 from overland.data.corpus_folder import read_layout
-from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.cli.processes import TINY, interrupt, losses, overland, start_overland
@@ -62,18 +61,14 @@ def test_build_as_json_says_all_it_did(here: Path) -> None:
     assert (again["made"], again["folder"]) == (0, found["folder"])
 
 
-def test_a_corpus_from_before_bos_was_the_default_is_kept(
+def test_what_the_tokenizer_decides_about_bos_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_bpe(tmp_path)
-    tokenizer, source = Tokenizer(tmp_path), open_source(write_lines(tmp_path / "lines", 1))
-    assert framed("lines", source, tokenizer, tmp_path, skip_bad=False).add_bos
+    report_bos(Tokenizer(tmp_path))
     assert "documents begin with <s>, by the convention" in capsys.readouterr().err
-    lay_out("lines", source, tokenizer.with_bos(False), tmp_path)
-    assert not framed("lines", source, tokenizer, tmp_path, skip_bad=False).add_bos
+    report_bos(Tokenizer(tmp_path, add_bos=False))
     assert "(--bos builds a separate corpus)" in capsys.readouterr().err
-    lay_out("lines", source, tokenizer, tmp_path)
-    assert framed("lines", source, tokenizer, tmp_path, skip_bad=False).add_bos
 
 
 def test_parts_of_a_job_array_make_the_whole(here: Path) -> None:

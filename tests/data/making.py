@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from overland.data.build import build
+from overland.apps.data.build import build
 from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.corpus_folder import read_layout
 from overland.data.shard import _head, open_shard

@@ -12,22 +12,23 @@ import numpy as np
 import pytest
 import torch
 
+from overland.apps.data.build import build
+from overland.apps.data.loader import build_train_loader
+from overland.apps.data.summary import summarize
 from overland.apps.proofs.data import prove_data
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data import registry
 from overland.data.arrays import Arrays, Unfit
 from overland.data.batch import Batch, digests
-from overland.data.build import build
 from overland.data.corpora import Preparer
 from overland.data.corpus import lay_out
 from overland.data.ledger import Ledger
-from overland.data.loader import build_train_loader, load_batch
+from overland.data.loader import load_batch
 from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.registry import register_source
 from overland.data.shard import open_shard
 from overland.data.sources import open_source
-from overland.data.sources.summary import summarize
 from overland.errors import DataError
 
 ROWS = 8

@@ -41,24 +41,20 @@ def opened(config: JobConfig, tokenizer: Tokenizer, place: Preparer) -> Tokenize
     return open_tokenizer(tokenizer.path, config, sources_of(config), place)
 
 
-@pytest.mark.parametrize("add_bos", [None, False, True])
-def test_a_resumed_run_keeps_its_own(
-    tmp_path: Path, tokenizer: Tokenizer, add_bos: bool | None
-) -> None:
-    """Runs from before it was noted (None) began without."""
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_a_resumed_run_keeps_its_own(tmp_path: Path, tokenizer: Tokenizer, add_bos: bool) -> None:
     assert tokenizer.add_bos
     run = tmp_path / "run"
     config = job(run, write_lines(tmp_path / "lines", 1))
     folder = RunFolder.of(config)
     assert policy_of_the_resumed(config.checkpoint, folder) == UNKNOWN
     (run / "data").mkdir(parents=True)
-    noted = {} if add_bos is None else {"add_bos": add_bos}
-    (run / "data" / "plan.json").write_text(json.dumps(noted))
+    (run / "data" / "plan.json").write_text(json.dumps({"add_bos": add_bos}))
     (folder.checkpoints / "step_1").mkdir(parents=True)
     (folder.checkpoints / "step_1" / "COMMITTED").write_text("{}")
     place = Preparer(policy=policy_of_the_resumed(config.checkpoint, folder))
     found = opened(config, tokenizer, place)
-    assert found.add_bos == bool(add_bos)
+    assert found.add_bos == add_bos
     assert found.bos_because == "as this run began"
 
 

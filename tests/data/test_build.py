@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overland.data.build import build
+from overland.apps.data.build import build
 from overland.data.corpus import lay_out, open_corpus
 from overland.data.corpus_folder import read_layout
 from overland.data.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ from tests.data.making import (
 BUILD_SLOWLY = """
 import sys
 from pathlib import Path
-from overland.data.build import build
+from overland.apps.data.build import build
 from overland.data.tokenizer import Tokenizer
 from tests.data.making import slow_lines_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from overland.apps.data.build import build
 from overland.data import corpus as corpus_module
 from overland.data import shard as shard_module
-from overland.data.build import build
 from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.sampler import Sampler
 from overland.data.sources import Document, Source, open_source

@@ -1,6 +1,5 @@
 """The order of the data: everything once per epoch, the same whatever the ranks and sessions."""
 
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from tests.data.corpora import Distinct, Numbered, make_corpus, one_segment, row
 
 SOURCES = {"a": Numbered(1000, 97), "b": Numbered(5000, 31), "c": Numbered(9000, 5, 200)}
 WEIGHTS = {"a": 5.0, "b": 2.0, "c": 1.0}
-EARLIER = "fc0d07e3b4e5e1ed"  # rows of a plan with a change in it, as version 0.1 read them
 PACKINGS = ["pack", "overflow", "trunc", "best_fit"]
 
 
@@ -252,28 +250,11 @@ def test_a_change_in_a_window_loses_no_prediction(
     assert set(predicted.values()) == {1}
 
 
-def test_a_plan_of_an_earlier_version_gives_the_rows_that_it_gave(
-    distinct: tuple[Distinct, Corpus],
-) -> None:
-    """Pieces stayed apart then, and what that cost is counted."""
-    source, corpus = distinct
-    plan = one_segment({"distinct": corpus}, {"distinct": 1.0}, global_batch_size=1)
-    segment = replace(plan.segments[-1], seq_len=24)
-    plan = plan.continued(replace(plan, segments=(segment,)), 7)
-    data = plan.to_json()
-    for one in data["segments"]:
-        del one["rest_rules"]
-    earlier = Plan.from_json(data)
-    assert earlier.to_json() == data
-    assert earlier.continued(plan, 9).segments == earlier.segments  # nothing that it says changed
-    rows = rows_of(earlier, {"distinct": corpus})
-    digest = hashlib.sha256(b"".join(rows.read(batch).tokens.tobytes() for batch in range(30)))
-    assert digest.hexdigest()[:16] == EARLIER
-    lane = rows.lanes(7).lanes[0]
-    assert isinstance(lane, BlockStream)
-    assert lane.rest is not None
-    lost = source.lengths.sum() - source.count - len(predictions_in_an_epoch(earlier, corpus))
-    assert lane.rest.num_lost() >= lost > 0
+def test_a_plan_with_other_rules_is_refused(distinct: tuple[Distinct, Corpus]) -> None:
+    data = one_segment({"distinct": distinct[1]}, {"distinct": 1.0}).to_json()
+    del data["segments"][0]["rest_rules"]
+    with pytest.raises(DataError, match="written by another version of Overland"):
+        Plan.from_json(data)
 
 
 def test_a_source_that_joins_later_changes_nothing_before(streamed: dict[str, Corpus]) -> None:

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from overland.apps.data.build import build
 from overland.checks.hyperparameters import check_objective, check_sft
 from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
-from overland.data.build import build
 from overland.data.chat import CHATML
 from overland.data.corpora import Preparer
 from overland.data.corpus import lay_out

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from overland.apps.data.build import build
 from overland.data import corpus as corpus_module
-from overland.data.build import build
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.corpus_folder import CorpusLayout

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from overland.apps.data.build import build
 from overland.apps.proofs.data import prove_data
 from overland.apps.proofs.pool import RankPool
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
-from overland.data.build import build
 from overland.data.corpus import lay_out
 from overland.data.ledger import read_ledger
 from overland.data.shard import open_shard

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from overland.apps.data.build import build
 from overland.apps.proofs.pool import RankPool
 from overland.checks import check_config
 from overland.cli.common import is_user_error
@@ -19,7 +20,6 @@ from overland.config.changes import FIXED
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
-from overland.data.build import build
 from overland.data.corpora import Preparer
 from overland.data.corpus import lay_out
 from overland.data.prepare import training_data, validation_data

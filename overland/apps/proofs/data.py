@@ -65,8 +65,6 @@ class DataVerdict:
     """Batches that the spike guard skipped on purpose."""
     unit: str = "tokens"
     """What is counted: tokens, or samples that are arrays."""
-    lost_predictions: int = 0
-    """Predictions lost where an earlier version re-cut blocks; no tokens were lost."""
     sources: dict[str, SourceCount] = field(default_factory=dict)
 
     @property
@@ -96,12 +94,6 @@ class DataVerdict:
             yield f"Missing from the ledger: {number:,} steps, the first of them {first:,}."
         if self.left_out:
             yield f"{self.left_out:,} batches were skipped by the spike guard."
-        if self.lost_predictions:
-            yield (
-                f"{self.lost_predictions:,} predictions were lost where the sequence length or "
-                "packing changed under an earlier version of Overland: each between the last token "
-                "of a block and the next token of its document. This version loses none."
-            )
         if self.first_wrong:
             yield f"{self.wrong_rows:,} of {self.rows:,} rows differ; first {self.first_wrong}."
         if self.holds:
@@ -167,7 +159,6 @@ class Replay:
             self.seen.add(step.batch)
         self._check_epochs()
         self._count_drawn(steps[-1].batch)
-        self._count_lost(steps[0].batch, steps[-1].batch)
         progress(len(steps), len(steps))
         return verdict
 
@@ -238,16 +229,6 @@ class Replay:
         drawn = lane.windows.taken(lane.window_behind(int(window)) + 1)
         for name, count in zip(self.names, drawn, strict=True):
             self.verdict.sources[name].turns = count
-
-    def _count_lost(self, first: int, last: int) -> None:
-        rests = {
-            lane.rest.key: lane.rest
-            for segment in self.dataset.plan.segments
-            if first <= segment.first_batch <= last
-            for lane in self.dataset.rows.lanes(segment.first_batch).lanes
-            if isinstance(lane, BlockStream) and lane.rest is not None
-        }
-        self.verdict.lost_predictions = sum(rest.num_lost() for rest in rests.values())
 
     def _check_epochs(self) -> None:
         """Checks that the plan itself uses every document equally often, or once more. (In a

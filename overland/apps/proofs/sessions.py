@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from overland.apps.data.build import build
 from overland.config.schema import JobConfig
 from overland.data.blocks import BlockStream
-from overland.data.build import build
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
 from overland.data.mixture import Mixture

@@ -66,10 +66,8 @@ FEW_FILES = 64  # only with fewer compressed files is the expansion of each one 
 USUAL_EXPANSION = 3
 HEAD_BYTES = 1 << 20
 UNFOLDED_BYTES = 64 << 20
-SEGMENT_BYTES = 64 << 20  # size of a numbered part under the rules of earlier versions
 BOM = b"\xef\xbb\xbf"
 RANGE = re.compile(r"(.*)#(\d+)-(\d*)", re.DOTALL)
-SEGMENT = re.compile(r"(.*)#(\d+)", re.DOTALL)
 
 
 class JsonLines(FileSource):
@@ -99,7 +97,7 @@ class JsonLines(FileSource):
         self._line_bytes = sample.num_bytes / max(sample.num_lines, 1)
 
     def chunks(self) -> list[str]:
-        return list(line_chunks(self.root, self.files, self.rules))
+        return list(line_chunks(self.root, self.files))
 
     def files_of(self, chunk: str) -> list[str]:
         return [split_lines(chunk, self.names)[0]]
@@ -238,13 +236,10 @@ def split_lines(chunk: str, files: frozenset[str]) -> tuple[str, LineRange]:
         return chunk, LineRange()
     if found := RANGE.fullmatch(chunk):
         return found[1], LineRange(int(found[2]), int(found[3]) if found[3] else None)
-    if found := SEGMENT.fullmatch(chunk):
-        start = int(found[2]) * SEGMENT_BYTES
-        return found[1], LineRange(start, start + SEGMENT_BYTES)
     return chunk, LineRange()
 
 
-def line_chunks(root: Path, files: Sequence[str], rules: int) -> Iterator[str]:
+def line_chunks(root: Path, files: Sequence[str]) -> Iterator[str]:
     """Yields the chunks of all files, one file after another."""
     looks = sum(map(is_compressed, files)) < FEW_FILES
     for file in files:
@@ -252,8 +247,6 @@ def line_chunks(root: Path, files: Sequence[str], rules: int) -> Iterator[str]:
             size = (root / file).stat().st_size
         if is_array(root / file):
             yield file
-        elif rules == 1:
-            yield from _segments(file, size)
         elif is_compressed(file):
             size *= _expansion(root / file) if looks else USUAL_EXPANSION
             yield from _ranges(file, size, max(PART_BYTES, -(-size // MAX_PARTS)))
@@ -264,7 +257,7 @@ def line_chunks(root: Path, files: Sequence[str], rules: int) -> Iterator[str]:
 def bytes_of_part(chunk: str, files: frozenset[str]) -> int | None:
     """Returns the bytes of a part's text, if its name says."""
     _, part = split_lines(chunk, files)
-    if SEGMENT.fullmatch(chunk) or not (part.start or part.stop):
+    if not (part.start or part.stop):
         return None
     return PART_BYTES if part.stop is None else part.stop - part.start
 
@@ -297,12 +290,6 @@ def read_part(path: Path, part: LineRange) -> Iterator[tuple[bytes, int, int]]:
 def lines_before(path: Path, offset: int) -> int:
     """Counts lines, which means reading the file up to there: only messages need it."""
     return sum(1 for _ in read_part(path, LineRange(0, offset))) if offset else 0
-
-
-def _segments(file: str, size: int) -> list[str]:
-    if size <= SEGMENT_BYTES or is_compressed(file):
-        return [file]
-    return [f"{file}#{part}" for part in range(-(-size // SEGMENT_BYTES))]
 
 
 def _ranges(file: str, size: int, step: int) -> list[str]:

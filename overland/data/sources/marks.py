@@ -3,8 +3,8 @@
 The modification time changes when a file is copied or touched (which people do to keep files from
 being purged), so a file counts as changed only if its size or its bytes differ. Bytes are compared
 only if the time differs, and then all of them. Only in a corpus of more than `WHOLE_BYTES` are
-large files marked by sixteen blocks each, as earlier versions always did: an edit between those
-blocks that keeps the size goes unnoticed, and `unsure_of` names the files that may have one.
+large files marked by sixteen blocks each: an edit between those blocks that keeps the size goes
+unnoticed, and `unsure_of` names the files that may have one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FileMark(NamedTuple):
 
 
 def marks_of_files(root: Path, files: Iterable[str], whole: bool = True) -> dict[str, FileMark]:
-    """Takes marks of files; without `whole`, those of earlier versions."""
+    """Takes marks of files; without `whole`, of some blocks of large ones."""
     paths = {file: root / file for file in files}
     stats = {file: os.stat(path) for file, path in paths.items()}
     whole = whole and sum(stat.st_size for stat in stats.values()) <= WHOLE_BYTES

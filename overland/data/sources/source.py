@@ -30,9 +30,6 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 Document: TypeAlias = str | Tokens | Arrays | Mapping[str, Any]
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
-RULES = (2, 1)
-"""Versions of how files are marked and split into chunks. Existing layouts keep their version:
-1 marks only some blocks of large files, and splits JSON lines every 64 MiB."""
 Bad: TypeAlias = Callable[[str], None]
 """Called with a message about an unusable document; raises, or counts it and returns."""
 SHOWN = 5
@@ -75,7 +72,6 @@ class FileSource:
     """The column that holds the documents, if the format has columns."""
     dtype: str | None = None
     """The data type of token ids, if the files do not specify one."""
-    rules = RULES[0]
 
     def __init__(self, root: Path, files: Iterable[str], skip_bad: bool = False) -> None:
         self.root = root
@@ -136,7 +132,7 @@ class FileSource:
 
     def marks(self) -> dict[str, FileMark]:
         """Takes a mark of each of these files, to store and to pass to `changes_since` later."""
-        return marks_of_files(self.root, self.depends_on(), whole=self.rules > 1)
+        return marks_of_files(self.root, self.depends_on())
 
     def changes_since(self, marks: Mapping[str, FileMark]) -> list[str]:
         """Returns a sentence for each file that was changed, deleted or added since."""

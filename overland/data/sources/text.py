@@ -75,7 +75,7 @@ class TextFolder(FileSource):
     def chunks(self) -> list[str]:
         lines = [file for file in self.files if _is_lines(file)]
         parts: dict[str, list[str]] = {file: [] for file in lines}
-        for chunk in line_chunks(self.root, lines, self.rules):
+        for chunk in line_chunks(self.root, lines):
             parts[split_lines(chunk, self.names)[0]].append(chunk)
         return [chunk for file in self.files for chunk in parts.get(file, [file])]
 

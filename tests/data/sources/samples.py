@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from overland.apps.data.summary import document_hash
 from overland.data.sources import Document, FileSource
-from overland.data.sources.summary import document_hash
 from tests.cli.processes import ROOT
 
 HERE = Path(__file__).parents[1] / "fixtures"

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from overland.apps.data.summary import summarize
 from overland.data.sources import compression, csv_rows, jsonl, open_source
 from overland.data.sources.megatron import HEAD, MAGIC
-from overland.data.sources.summary import summarize
 from tests.limited import limited
 
 MIB = 1 << 20

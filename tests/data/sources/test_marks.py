@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from overland.data.sources import open_source
-from overland.data.sources.marks import unsure_of
 from tests.data.sources.samples import copied
 
 LARGE = 1 << 20
@@ -60,21 +59,6 @@ def test_an_edit_in_the_middle_of_a_large_file_is_seen(folder: Path) -> None:
     os.utime(folder / "b.txt", (1, 1))
     assert len(changes(folder, marks)) == 1
     assert open_source(folder).fingerprint() != fingerprint
-
-
-def test_marks_of_an_earlier_version_hold_after_a_touch_and_say_what_they_cannot_tell(
-    folder: Path,
-) -> None:
-    source = open_source(folder)
-    source.rules = 1
-    marks = source.marks()
-    assert not marks["b.txt"].sample.startswith("whole:")
-    assert unsure_of(folder, marks) == []
-    os.utime(folder / "a.txt", (1, 1))
-    os.utime(folder / "b.txt", (1, 1))
-    assert changes(folder, json.dumps(marks)) == []
-    assert unsure_of(folder, marks) == ["b.txt"]
-    assert unsure_of(folder, open_source(folder).marks()) == []
 
 
 def test_a_corpus_too_large_to_hash_is_marked_by_samples(

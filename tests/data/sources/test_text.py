@@ -43,16 +43,13 @@ def test_json_lines_come_out_of_any_compression(tmp_path: Path, suffix: str) -> 
 
 
 @pytest.mark.parametrize("size", [1, 7, 40, 41, 64, 10_000])
-@pytest.mark.parametrize("rules", [2, 1])
 def test_parts_of_a_large_file_hold_every_line_once(
-    tmp_path: Path, size: int, rules: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [f"{i} " + "x" * (i % 50) for i in range(60)]
     (tmp_path / "a.jsonl").write_bytes(lines(texts))
-    for name in ("PART_BYTES", "SEGMENT_BYTES"):
-        monkeypatch.setattr(f"overland.data.sources.jsonl.{name}", size)
+    monkeypatch.setattr("overland.data.sources.jsonl.PART_BYTES", size)
     source = open_source(tmp_path)
-    source.rules = rules
     assert read_all(source) == texts
     assert (len(source.chunks()) > 1) == (size < 10_000)
     assert {file for chunk in source.chunks() for file in source.files_of(chunk)} == {"a.jsonl"}
@@ -92,7 +89,7 @@ def test_a_file_of_62_mb_is_the_work_of_many_processes(tmp_path: Path) -> None:
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.write(b'{"text": "a"}\n')
         file.truncate(62_000_000)  # takes no space on the disk
-    assert len(list(line_chunks(tmp_path, ["a.jsonl"], rules=2))) == 15
+    assert len(list(line_chunks(tmp_path, ["a.jsonl"]))) == 15
 
 
 def test_a_file_whose_name_looks_like_a_part_is_a_file(tmp_path: Path) -> None:
