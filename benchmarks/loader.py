@@ -66,7 +66,7 @@ def rows_of(
     corpus: Corpus, seq_len: int, batch: int, window: int, memory: Path | None, **how: object
 ) -> Sampler:
     segment = Segment(0, batch, seq_len, {"tokens": 1.0}, **how)  # type: ignore[arg-type]
-    plan = Plan(0, window, "tokens", {"tokens": PlannedSource(corpus.fingerprint)}, (segment,))
+    plan = Plan(0, window, "sequences", {"tokens": PlannedSource(corpus.fingerprint)}, (segment,))
     return Sampler(plan, {"tokens": corpus}, Reading(0, True, window, memory, True))
 
 

@@ -122,8 +122,8 @@ def check_epochs(loaded: Loaded) -> Iterator[Problem]:
     names = [name for name, source in sources.items() if source.weight]
     if len(names) > 1:
         message = f"{any_of(names, 'and')} have different epochs; set training.steps"
-    elif config.data.mixture == "rows":
-        message = 'with data.mixture = "rows", an epoch has no end; set data.mixture = "tokens"'
+    elif config.data.mixture == "documents":
+        message = 'with data.mixture = "documents", an epoch has no end; set it to "sequences"'
     elif any(_is_random_tokens(loaded, name, sources[name]) for name in names):
         message = "random tokens are endless and have no epochs; set training.steps"
     else:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from overland.config.errors import show_value
 from overland.config.fields import all_keys
+from overland.config.schema import OLDER_WORDS
 from overland.words import any_of
 
 REFUSED = {
@@ -222,15 +223,18 @@ def table() -> str:
 def _changes(
     table: Mapping[str, Collection[str]], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[Change]:
-    """Returns the keys of a table that both configs have, with different values."""
-    return [
-        Change(f"{section}.{name}", before[section][name], after[section][name])
+    """Returns the keys of a table that both configs have, with different values; `before` may have
+    words of an earlier version."""
+    both = [
+        (f"{section}.{name}", before[section][name], after[section][name])
         for section, names in table.items()
         for name in names
-        if name in before.get(section, {})
-        and name in after.get(section, {})
-        and before[section][name] != after[section][name]
+        if name in before.get(section, {}) and name in after.get(section, {})
     ]
+    changes = [
+        Change(key, OLDER_WORDS.get(key, {}).get(str(old), old), new) for key, old, new in both
+    ]
+    return [one for one in changes if one.before != one.after]
 
 
 def _is_in(table: Mapping[str, Collection[str]], key: str) -> bool:

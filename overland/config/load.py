@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from overland.config.adapter import check_expressions, expand_adapter
@@ -29,7 +29,7 @@ from overland.config.arguments import (
 from overland.config.errors import ConfigError, Problem, show_value
 from overland.config.fields import is_current
 from overland.config.own_folder import from_own_folder
-from overland.config.schema import PAIR_DEFAULTS, SFT_DEFAULTS, Job, JobConfig
+from overland.config.schema import OLDER_WORDS, PAIR_DEFAULTS, SFT_DEFAULTS, Job, JobConfig
 from overland.config.source import SUFFIXES, Entries, KeyPath, Translated, overlay, read_file
 from overland.config.validate import check_switches, validate_entries
 from overland.config.variables import Resolved, resolve_paths
@@ -160,10 +160,24 @@ def translate(
 ) -> Translated:
     """Returns the entries in current keys; see `overland/apps/dialects`, which is only asked about
     a file that has other keys or values."""
+    entries, notes = in_todays_words(entries)
     if all(is_current(path, entry.value) for path, entry in entries.items()):
-        return Translated(entries, [], [])
+        return Translated(entries, notes, [])
     translated: Translated = plugin("dialects").translate(entries, shown, below or {}, above or {})
-    return translated
+    return translated._replace(notes=notes + translated.notes)
+
+
+def in_todays_words(entries: Entries) -> tuple[Entries, list[str]]:
+    """Returns the entries with the values that had another name replaced, and a note for each."""
+    found, notes = dict(entries), []
+    for key, words in OLDER_WORDS.items():
+        path = tuple(key.split("."))
+        entry = entries.get(path)
+        if entry is not None and isinstance(entry.value, str) and entry.value in words:
+            today = words[entry.value]
+            found[path] = replace(entry, value=today)
+            notes.append(f'{entry.where}: {key} = "{entry.value}" is now "{today}"')
+    return found, notes
 
 
 def with_sft_defaults(

@@ -5,7 +5,7 @@ source with the earliest deadline among those that are due, which always works o
 every source has had n·w of them, rounded down or up. (Rounding n·w by largest remainder separately
 for each n would not work: from one n to the next, a source can lose a turn that it has had.)
 
-A mixture by tokens takes blocks in these turns. A mixture by rows takes documents: `MixedWindows`.
+A mixture of sequences takes blocks in these turns. A mixture of documents is `MixedWindows`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from overland.data.sources.marks import digest_of
 from overland.data.windows import Documents, Reading, SourceWindows
 from overland.errors import DataError
 
-LEAST_MIXED = 1000  # documents in a window of a mixture by rows, if `window_documents` allows
+LEAST_MIXED = 1000  # documents in a window of such a mixture, if `window_documents` allows
 MAX_PERIOD = 100_000  # shares are exact if they have a common denominator up to this, else rounded
 
 Array = npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ class Mixture:
 
 
 class MixedWindows:
-    """A mixture by rows: documents of several sources in turn, a window at a time.
+    """A mixture of documents of several sources in turn, a window at a time.
 
     A window ends at the latest when a source would start over, so that its epochs do not mix
     there; but a tiny source with a large weight must not make windows tiny.

@@ -18,9 +18,11 @@ from overland.data.sources.marks import digest_of
 from overland.errors import DataError
 from overland.words import any_of
 
-MixedBy = Literal["rows", "tokens"]
+MixedBy = Literal["sequences", "documents"]
 FORMAT = 1
 REST_RULES = 2  # part of every plan; increased when blocks left unread are cut again in another way
+# How this format writes them: fingerprints of plans are made of it.
+STORED: dict[MixedBy, str] = {"sequences": "tokens", "documents": "rows"}
 LENGTH_STEP = 64  # rows cut to the longest of them have a multiple of this many tokens
 T = TypeVar("T")
 
@@ -86,6 +88,7 @@ class Plan:
         return {
             "format": FORMAT,
             **asdict(self),
+            "mixture": STORED[self.mixture],
             "sources": {name: _source_to_json(one) for name, one in self.sources.items()},
             "segments": [_to_json(one) for one in self.segments],
         }
@@ -100,7 +103,8 @@ class Plan:
             )
         sources = {name: PlannedSource(**one) for name, one in values.pop("sources").items()}
         segments = tuple(Segment(**one) for one in values.pop("segments"))
-        return cls(sources=sources, segments=segments, **values)
+        (mixture,) = (word for word, stored in STORED.items() if stored == values["mixture"])
+        return cls(**{**values, "mixture": mixture, "sources": sources, "segments": segments})
 
     def continued(self, wanted: Plan, batch: int) -> Plan:
         """Returns this plan up to `batch`, and from there on that of `wanted`, which has one

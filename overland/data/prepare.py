@@ -318,7 +318,7 @@ def _held_out_set(
     plan = Plan(
         config.debug.seed,
         window_documents,
-        "tokens",
+        "sequences",
         {name: PlannedSource(corpus.fingerprint, holdout=share)},
         (own if one_kind({name: corpus}) is None else own.for_samples(),),
     )
@@ -347,7 +347,7 @@ def corpora_of(run: Path) -> dict[str, str]:
 
 def check_still_there(plan: Plan, sources: Collection[str]) -> None:
     missing = [name for name in plan.sources if name not in sources]
-    if missing and plan.mixture == "rows":  # the current window may have documents of it
+    if missing and plan.mixture == "documents":  # the current window may have documents of it
         raise DataError(
             f"the data source {missing[0]} was used by this run; keep it in the config (weight = 0 "
             "stops reading it)"

@@ -1,8 +1,8 @@
 """The sampler: determines the blocks of batch t, for the whole world or one rank's share of it.
 
-A mixture by tokens has a lane of blocks per source, and rows are taken from the lanes in turn. A
-mixture by rows has one lane, whose windows contain the documents of all sources in turn. When a new
-segment begins, each lane continues after the last block that was read.
+A mixture of sequences has a lane of blocks per source, and rows are taken from the lanes in turn.
+A mixture of documents has one lane, whose windows contain documents of all sources in turn. When a
+new segment begins, each lane continues after the last block that was read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NoDocuments(DataError):
     """Raised when random tokens or images would be mixed by documents."""
 
     def __init__(self, what: str = "random tokens") -> None:
-        super().__init__(f'{what} cannot be mixed by documents: set data.mixture = "tokens"')
+        super().__init__(f'{what} cannot be mixed by documents: set data.mixture = "sequences"')
 
 
 def one_kind(corpora: Corpora) -> Arrays | None:
@@ -82,7 +82,7 @@ class Sampler:
     ) -> None:
         self.plan, self.reading = plan, reading
         self.names = list(plan.sources)
-        if plan.mixture == "rows":
+        if plan.mixture == "documents":
             for name, one in corpora.items():
                 if not isinstance(one, Corpus):
                     raise NoDocuments("random tokens" if isinstance(one, RandomBlocks) else name)
@@ -277,7 +277,7 @@ class Sampler:
 
     def _first(self, segment: Segment) -> Lanes:
         lanes: list[Lane]
-        if self.plan.mixture == "rows":
+        if self.plan.mixture == "documents":
             lanes = [self._mixed(segment, [0] * len(self.names))]
         else:
             lanes = [self._lane(name, segment) for name in self.names]
@@ -289,7 +289,7 @@ class Sampler:
         lanes: list[Lane] = []
         same_shape = self._shape(segment) == self._shape(before.segment)
         same_weights = segment.weights == before.segment.weights
-        is_kept = same_shape and (self.plan.mixture == "tokens" or same_weights)
+        is_kept = same_shape and (self.plan.mixture == "sequences" or same_weights)
         for number, old in enumerate(before.lanes):
             if old is None:
                 lanes.append(None)
@@ -303,7 +303,7 @@ class Sampler:
         return self._lanes_of(segment, lanes, read)
 
     def _lanes_of(self, segment: Segment, lanes: list[Lane], read_before: Array) -> Lanes:
-        mixture = Mixture([1] if self.plan.mixture == "rows" else self._weights(segment))
+        mixture = Mixture([1] if self.plan.mixture == "documents" else self._weights(segment))
         return Lanes(segment, lanes, read_before, mixture, self._channels(segment))
 
     def _after(self, old: BlockStream, read: int, segment: Segment) -> BlockStream:

@@ -170,7 +170,7 @@ class Rehearsal:
         """Opens the tokenizer and every source, and reads the beginning of each."""
         config = self.loaded.config
         wanted = sources_of(config)
-        if config.data.mixture == "rows":
+        if config.data.mixture == "documents":
             with self.told("data.mixture"):
                 if any(registry.is_made(name, source) for name, source in wanted.items()):
                     raise NoDocuments

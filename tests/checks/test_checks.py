@@ -552,7 +552,7 @@ def test_a_model_whose_weights_are_not_taken_is_still_looked_at() -> None:
             ["training.epochs=2", 'data.sources.a.dataset="stdlib"', "data.sources.stdlib={}"],
             "a and stdlib have different epochs; set training.steps",
         ),
-        (["training.epochs=2", 'data.mixture="rows"'], 'set data.mixture = "tokens"'),
+        (["training.epochs=2", 'data.mixture="documents"'], 'set it to "sequences"'),
         (["training.epochs=2", 'training.dataset="random"'], "random tokens are endless"),
     ],
 )

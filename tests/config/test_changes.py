@@ -11,6 +11,7 @@ from overland.config.changes import (
     FIXED,
     NOTED,
     REFUSED,
+    fixed_changes,
     noted_changes,
     refused_changes,
     rule_of,
@@ -104,6 +105,12 @@ def test_some_values_of_a_refused_key_are_the_same_or_noted() -> None:
     assert told(weights, "a", None, base_is_known=True) == (1, 0)
     assert told("validation.dataset_path", "held", "/data/held") == (0, 0)
     assert told("training.mixed_precision_param", "bfloat16", "auto") == (0, 0)
+
+
+def test_a_value_under_its_former_name_has_not_changed() -> None:
+    before, after = {"data": {"mixture": "rows"}}, {"data": {"mixture": "documents"}}
+    assert fixed_changes(before, after) == []
+    assert fixed_changes({"data": {"mixture": "tokens"}}, after) != []
 
 
 def test_what_the_keys_of_a_model_come_to_is_compared() -> None:

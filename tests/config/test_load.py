@@ -275,3 +275,17 @@ def test_a_switch_with_an_error_has_no_consequences(write) -> None:
             config_of(write(""), *words)
         (problem,) = caught.value.problems
         assert problem.key == f"lora.{key}"
+
+
+@pytest.mark.parametrize(("before", "today"), [("tokens", "sequences"), ("rows", "documents")])
+def test_former_names_of_values_are_read_with_a_note(write, before: str, today: str) -> None:
+    file = write(f'[data]\nmixture = "{before}"\n')
+    for source, arguments, where in (
+        (file, (), "run.toml:2"),
+        (write("", "other.toml"), (f"data.mixture={before}",), "command line"),
+    ):
+        loaded = load_config(source, arguments, {})
+        assert loaded.config.data.mixture == today
+        assert loaded.notes == [f'{where}: data.mixture = "{before}" is now "{today}"']
+    stored = JobConfig.model_validate({"data": {"mixture": before}})  # in a checkpoint
+    assert stored.data.mixture == today

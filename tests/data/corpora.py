@@ -57,7 +57,7 @@ def make_corpus(name: str, source: Any, root: Path, built: bool = False) -> Corp
 
 
 def one_segment(
-    sources: Mapping[str, Any], weights: Mapping[str, float], mixture: str = "tokens", **how: Any
+    sources: Mapping[str, Any], weights: Mapping[str, float], mixture: str = "sequences", **how: Any
 ) -> Plan:
     settings = {"global_batch_size": 4, "seq_len": 16, **how}
     segment = Segment(0, weights=dict(weights), **settings)

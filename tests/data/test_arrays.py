@@ -120,7 +120,7 @@ def test_every_sample_comes_once_per_epoch_as_it_was_given(tmp_path: Path) -> No
 
 def test_a_mixture_by_weight_keeps_samples_of_sources_apart(tmp_path: Path) -> None:
     weights = {"pictures": 3.0, "paintings": 1.0}
-    for mixture in ("tokens", "rows"):
+    for mixture in ("sequences", "documents"):
         config = job(tmp_path, sources=weights, mixture=mixture)
         found = samples(open_data(config), range(20))
         is_painting = found["label"] >= 1000
@@ -144,7 +144,7 @@ def session(config: JobConfig, ledger: Ledger, steps: range, ranks: int, saved: 
     return dataset.plan.to_json()
 
 
-@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize("mixture", ["sequences", "documents"])
 def test_killed_sessions_on_other_ranks_feed_what_an_unbroken_run_does(
     tmp_path: Path, mixture: str
 ) -> None:

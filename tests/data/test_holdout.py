@@ -83,7 +83,7 @@ def test_a_document_stays_on_its_side_when_data_is_added(tmp_path: Path) -> None
     assert set(few) < set(more)
 
 
-@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize("mixture", ["sequences", "documents"])
 @pytest.mark.parametrize("packing", ["pack", "overflow", "trunc", "best_fit"])
 def test_no_held_out_document_is_in_any_batch(tmp_path: Path, packing: str, mixture: str) -> None:
     sources = {"a": Numbered(100, 40), "b": Numbered(1000, 60)}

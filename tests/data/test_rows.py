@@ -11,7 +11,7 @@ import pytest
 
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
-from overland.data.plan import Plan
+from overland.data.plan import MixedBy, Plan, PlannedSource, Segment
 from overland.data.sampler import RandomBlocks, Sampler
 from overland.data.windows import Reading
 from overland.errors import DataError
@@ -43,7 +43,7 @@ def documents_begun(rows: Sampler, batches: range) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize("mixture", ["sequences", "documents"])
 def test_built_and_streamed_corpora_give_the_same_rows(
     built: dict[str, Corpus], streamed: dict[str, Corpus], packing: str, mixture: str
 ) -> None:
@@ -75,7 +75,7 @@ def test_an_epoch_holds_every_document_once_and_the_next_in_another_order(
     assert orders[0] != orders[1] != orders[2]
 
 
-@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize("mixture", ["sequences", "documents"])
 def test_each_row_has_the_number_and_epoch_of_its_sample(
     built: dict[str, Corpus], mixture: str
 ) -> None:
@@ -118,7 +118,7 @@ def test_an_epoch_feeds_every_token_once(streamed: dict[str, Corpus], packing: s
     assert len(fed) == SOURCES["a"].lengths.sum()
 
 
-@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize("mixture", ["sequences", "documents"])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 6, 12])
 def test_ranks_share_a_batch_and_change_nothing(
     streamed: dict[str, Corpus], mixture: str, num_parts: int
@@ -131,7 +131,7 @@ def test_ranks_share_a_batch_and_change_nothing(
         assert (np.concatenate(parts) == whole.read(batch).tokens).all()
 
 
-@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize("mixture", ["sequences", "documents"])
 def test_mixture_counts_are_exact_at_every_step(streamed: dict[str, Corpus], mixture: str) -> None:
     plan = one_segment(streamed, WEIGHTS, mixture, packing="trunc", global_batch_size=3)
     rows = rows_of(plan, streamed)
@@ -141,14 +141,14 @@ def test_mixture_counts_are_exact_at_every_step(streamed: dict[str, Corpus], mix
         for part in rows.origins(batch):
             np.add.at(had, part.source, 1)
         turns = 3 * (batch + 1)
-        if mixture == "tokens":
+        if mixture == "sequences":
             assert (np.abs(had - turns * shares) < 1).all()
     # By rows it is documents that are counted; within a window blocks are shuffled.
-    assert (np.abs(had - had.sum() * shares) < (1 if mixture == "tokens" else 24)).all()
+    assert (np.abs(had - had.sum() * shares) < (1 if mixture == "sequences" else 24)).all()
 
 
 def test_a_mixture_by_rows_draws_documents_in_exact_shares(streamed: dict[str, Corpus]) -> None:
-    plan = one_segment(streamed, WEIGHTS, "rows")
+    plan = one_segment(streamed, WEIGHTS, "documents")
     lane = rows_of(plan, streamed).lanes(0).lanes[0]
     assert not isinstance(lane, RandomBlocks)
     drawn = np.zeros(3)
@@ -160,7 +160,7 @@ def test_a_mixture_by_rows_draws_documents_in_exact_shares(streamed: dict[str, C
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize("mixture", ["sequences", "documents"])
 @pytest.mark.parametrize(
     "change",
     [{"seq_len": 24}, {"seq_len": 9}, {"weights": {"a": 1.0, "b": 2.0, "c": 0.0}},
@@ -187,7 +187,7 @@ def test_a_new_segment_repeats_nothing_and_leaves_nothing_out(
         # Epoch after epoch: nothing comes again before everything has come. (A window of a mixture
         # by rows may hold the end of one epoch and the beginning of the next, shuffled.)
         fewest = min(times.values()) if len(times) == num_tokens else 0
-        assert max(times.values()) <= fewest + (1 if mixture == "tokens" else 2)
+        assert max(times.values()) <= fewest + (1 if mixture == "sequences" else 2)
 
 
 def test_segments_of_segments_go_on_from_the_rest_of_a_rest(streamed: dict[str, Corpus]) -> None:
@@ -258,7 +258,7 @@ def test_a_plan_with_other_rules_is_refused(distinct: tuple[Distinct, Corpus]) -
 
 
 def test_a_source_that_joins_later_changes_nothing_before(streamed: dict[str, Corpus]) -> None:
-    for mixture in ("tokens", "rows"):
+    for mixture in ("sequences", "documents"):
         two = {name: streamed[name] for name in ("a", "b")}
         before = one_segment(two, {"a": 2.0, "b": 1.0}, mixture)
         plan = before.continued(one_segment(streamed, WEIGHTS, mixture), 6)
@@ -285,10 +285,29 @@ def test_a_source_is_read_as_often_as_it_may_and_then_named(streamed: dict[str, 
     assert set(begun.values()) == {2}
 
 
+@pytest.mark.parametrize(
+    ("mixture", "stored", "fingerprint"),
+    [
+        ("sequences", "tokens", "568314956c166aa8f6d2be5c3ce50fc5"),
+        ("documents", "rows", "e0bd9c4137e76a0d710a16a3c549a81c"),
+    ],
+)
+def test_a_plan_is_stored_and_marked_as_by_version_0_1(
+    mixture: MixedBy, stored: str, fingerprint: str
+) -> None:
+    segment = Segment(0, 4, 8, {"a": 1.0})
+    plan = Plan(0, 24, mixture, {"a": PlannedSource("f")}, (segment,))
+    assert plan.fingerprint == fingerprint
+    assert plan.to_json()["mixture"] == stored
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 @pytest.mark.parametrize("what", ["seed", "window_documents", "mixture"])
 def test_what_decides_the_whole_order_cannot_change(streamed: dict[str, Corpus], what: str) -> None:
     plan = one_segment(streamed, WEIGHTS)
-    wanted = replace(plan, **{what: {"seed": 1, "window_documents": 7, "mixture": "rows"}[what]})  # type: ignore[arg-type]
+    wanted = replace(
+        plan, **{what: {"seed": 1, "window_documents": 7, "mixture": "documents"}[what]}
+    )  # type: ignore[arg-type]
     with pytest.raises(DataError, match="cannot change in the middle of a run"):
         plan.continued(wanted, 3)
 
@@ -312,7 +331,7 @@ def test_the_name_under_which_a_corpus_is_found_does_not_matter(
 def test_a_mixture_by_rows_ends_where_a_source_may_not_be_read_again(
     streamed: dict[str, Corpus],
 ) -> None:
-    plan = one_segment(streamed, WEIGHTS, "rows", packing="trunc", global_batch_size=1)
+    plan = one_segment(streamed, WEIGHTS, "documents", packing="trunc", global_batch_size=1)
     limited = {**plan.sources, "b": replace(plan.sources["b"], max_epochs=1)}
     rows = rows_of(replace(plan, sources=limited, window_documents=10_000), streamed)
     begun: Counter[tuple[int, int]] = Counter()
@@ -347,7 +366,7 @@ def test_changing_and_changing_back_at_once_changes_nothing(streamed: dict[str, 
 def test_a_plan_survives_json(streamed: dict[str, Corpus]) -> None:
     import json
 
-    plan = one_segment(streamed, WEIGHTS, "rows", packing="best_fit")
+    plan = one_segment(streamed, WEIGHTS, "documents", packing="best_fit")
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert again == plan
     assert again.fingerprint == plan.fingerprint
@@ -356,7 +375,7 @@ def test_a_plan_survives_json(streamed: dict[str, Corpus]) -> None:
 def test_counts_in_the_run_folder_spare_a_resume_all_windows_before(
     streamed: dict[str, Corpus], tmp_path: Path
 ) -> None:
-    plan = one_segment(streamed, WEIGHTS, "rows", packing="best_fit")
+    plan = one_segment(streamed, WEIGHTS, "documents", packing="best_fit")
     expected = rows_of(plan, streamed, tmp_path).read(70).tokens
     resumed = rows_of(plan, streamed, tmp_path)
     lane = resumed.lanes(70).lanes[0]

@@ -307,7 +307,7 @@ def test_sbatch_trains_on_the_nodes_that_it_was_given_and_goes_on(
     """`sbatch train_8B_n64.sh` with the supervisor that `overland submit` has; the same line again
     goes on from there."""
     copied("frontier", tmp_path)
-    words = [*SMALL, *RANDOM, "data.sources={}", "data.mixture=tokens"]
+    words = [*SMALL, *RANDOM, "data.sources={}", "data.mixture=sequences"]
     words += ["--no-preflight"]
     log = batch(slurm, tmp_path, "sbatch train_8B_n64.sh", ["--nodes=2"], *words)
     assert "Finished: 2 steps" in log
@@ -324,7 +324,7 @@ def test_sbatch_trains_on_the_nodes_that_it_was_given_and_goes_on(
 def test_sbatch_trains_on_all_nodes_but_four_spares(tmp_path: Path) -> None:
     """`sbatch train_8B_n640.sh`, of 6 nodes: two train."""
     copied("frontier", tmp_path)
-    words = [*SMALL, *RANDOM, "data.sources={}", "data.mixture=tokens", "--no-preflight"]
+    words = [*SMALL, *RANDOM, "data.sources={}", "data.mixture=sequences", "--no-preflight"]
     slurm = Slurm(num_nodes=6)
     try:
         log = batch(slurm, tmp_path, "sbatch train_8B_n640.sh", ["--nodes=6"], *words)

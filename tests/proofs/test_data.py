@@ -83,7 +83,7 @@ def run_with_a_wrong_row(world: World, config: JobConfig) -> int:
     return built.progress.step
 
 
-@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize("mixture", ["sequences", "documents"])
 def test_sessions_on_other_ranks_are_proven_together(
     ranks: RankPool, texts: Path, mixture: str
 ) -> None:
@@ -98,7 +98,7 @@ def test_sessions_on_other_ranks_are_proven_together(
         assert count.repeated == count.skipped == 0
     turns = [count.turns for count in verdict.sources.values()]
     assert turns[0] == 3 * turns[1] > 0
-    if mixture == "tokens":
+    if mixture == "sequences":
         code, news = (count.planned for count in verdict.sources.values())
         assert 2.8 < code / news < 3.2
 
@@ -228,7 +228,9 @@ def test_random_tokens_are_counted_under_their_own_name(ranks: RankPool, texts: 
     assert verdict.sources["random"].planned == 8 * 33
     assert (
         "random tokens cannot be mixed by documents"
-        in ranks.run(1, refusal, job(texts / "b", data={"sources": sources, "mixture": "rows"}))[0]
+        in ranks.run(
+            1, refusal, job(texts / "b", data={"sources": sources, "mixture": "documents"})
+        )[0]
     )
 
 

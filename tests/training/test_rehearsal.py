@@ -118,7 +118,7 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
     "a part that does not exist": ({"training": {"dataset": "stdlib:7/6"}}, "from 0 to 5"),
     "a part of nothing": ({"training": {"dataset": "stdlib:0/0"}}, "at least one part"),
     "random documents": (
-        {"data": {"sources": {"random": {}}, "mixture": "rows"}},
+        {"data": {"sources": {"random": {}}, "mixture": "documents"}},
         "random tokens cannot be mixed by documents",
     ),
     "a folder without a tokenizer": (
@@ -454,7 +454,7 @@ def test_the_newest_checkpoint_is_the_one_that_is_named(
 FIXED_TO: dict[str, dict[str, Any]] = {
     "text": {
         "model.hf_assets_path": "chatml", "training.column": "body", "training.split": "test",
-        "training.subset": "other", "data.mixture": "rows", "data.holdout": 0.1,
+        "training.subset": "other", "data.mixture": "documents", "data.holdout": 0.1,
         "data.window_documents": 50, "data.add_bos": True, "data.add_eos": False, "debug.seed": 1,
     },
     "messages": {

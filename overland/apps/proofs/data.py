@@ -47,8 +47,8 @@ class SourceCount:
     skipped: int = 0
     documents: int = 0
     turns: int = 0
-    """What weights count: rows in a mixture by tokens; documents drawn into windows so far in a
-    mixture by rows."""
+    """What weights count: rows in a mixture of sequences; documents drawn into windows so far
+    in a mixture of documents."""
 
 
 @dataclass
@@ -80,13 +80,15 @@ class DataVerdict:
         """Yields the verdict as lines for a terminal."""
         width = max(len("source"), *map(len, self.sources))
         head = "".join(f"{name:>16}" for name in ("planned", "consumed", "repeated", "skipped"))
-        turns = "rows" if self.mixture == "tokens" else "drawn"
+        turns = "rows" if self.mixture == "sequences" else "drawn"
         yield f"{'source':<{width}}{head}{'documents':>12}{turns:>12}"
         for name, count in self.sources.items():
             tokens = (count.planned, count.consumed, count.repeated, count.skipped)
             cells = "".join(f"{number:>16,}" for number in tokens)
             yield f"{name:<{width}}{cells}{count.documents:>12,}{count.turns:>12,}"
-        counted = "rows" if self.mixture == "tokens" else "documents drawn into the windows so far"
+        counted = (
+            "rows" if self.mixture == "sequences" else "documents drawn into the windows so far"
+        )
         yield f"({self.unit}; documents that begin in them; weights refer to {counted})"
         yield ""
         if self.missing_steps:
@@ -215,12 +217,11 @@ class Replay:
                 count.consumed += consumed
                 count.skipped += tokens - consumed
                 count.documents += int((begins & mine).sum())
-                if self.dataset.plan.mixture == "tokens":
+                if self.dataset.plan.mixture == "sequences":
                     count.turns += len(np.unique(origins.row[mine]))
 
     def _count_drawn(self, batch: int) -> None:
-        """Counts, for a mixture by rows, the documents of all windows up to that of the last
-        row."""
+        """Counts, for a mixture of documents, those of all windows up to that of the last row."""
         lanes = self.dataset.rows.lanes(batch)
         (lane, *_) = lanes.lanes
         if not isinstance(lane, BlockStream) or not isinstance(lane.windows, MixedWindows):
@@ -231,10 +232,10 @@ class Replay:
             self.verdict.sources[name].turns = count
 
     def _check_epochs(self) -> None:
-        """Checks that the plan itself uses every document equally often, or once more. (In a
-        mixture by rows, a window may contain the end of one epoch and the start of the next.)"""
+        """Checks that the plan itself uses every document equally often, or once more. In a
+        mixture of documents, a window may contain the end of one epoch and the start of another."""
         whole = self.verdict.first_step == 1 and not self.verdict.left_out
-        if self.dataset.plan.mixture != "tokens" or not whole:
+        if self.dataset.plan.mixture != "sequences" or not whole:
             return
         documents, times = np.unique(np.concatenate(self.begun), return_counts=True)
         for number, name in enumerate(self.names):

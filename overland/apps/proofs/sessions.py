@@ -75,16 +75,16 @@ class SessionStory:
 STORIES = [
     SessionStory(*parts)
     for parts in product(
-        ("built", "streamed"), ("pack", "overflow", "trunc", "best_fit"), ("tokens", "rows"),
-        ("many", "few"),
+        ("built", "streamed"), ("pack", "overflow", "trunc", "best_fit"),
+        ("sequences", "documents"), ("many", "few"),
     )
 ]  # fmt: skip
 
 
 SHORT = [
-    SessionStory("built", "pack", "tokens", "few"),
-    SessionStory("streamed", "best_fit", "rows", "many"),
-    SessionStory("streamed", "overflow", "tokens", "few"),
+    SessionStory("built", "pack", "sequences", "few"),
+    SessionStory("streamed", "best_fit", "documents", "many"),
+    SessionStory("streamed", "overflow", "sequences", "few"),
 ]
 
 
@@ -267,7 +267,7 @@ def check_mixture(story: SessionStory, rows: Sampler) -> Iterator[str]:
     """Checks the exact counts at every step: of rows, or of documents drawn before packing."""
     schedule = Mixture(list(WEIGHTS.values()))
     taken = np.zeros(len(WEIGHTS), np.int64)
-    if story.mixture == "tokens":
+    if story.mixture == "sequences":
         for batch in range(NUM_BATCHES):
             for part in rows.origins(batch):
                 _, first = np.unique(part.row, return_index=True)
@@ -312,9 +312,9 @@ def check_documents(
     for source, (name, count) in enumerate(zip(WEIGHTS, DOCUMENTS[story.documents], strict=True)):
         times = [n for (which, _), n in begun.items() if which == source]
         epochs.append(min(times) if len(times) == count else 0)
-        # In a mixture by rows, windows ignore epoch boundaries and are shuffled.
+        # In a mixture of documents, windows ignore epoch boundaries and are shuffled.
         per_window = WINDOW_DOCUMENTS * WEIGHTS[name] / sum(WEIGHTS.values())
-        slack = 1 if story.mixture == "tokens" else 1 + math.ceil(per_window / count)
+        slack = 1 if story.mixture == "sequences" else 1 + math.ceil(per_window / count)
         if len(times) > count or max(times, default=0) > epochs[-1] + slack:
             problems.append(f"documents of {name} occur {epochs[-1]} to {max(times)} times")
     return epochs, problems

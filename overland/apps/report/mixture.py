@@ -34,15 +34,15 @@ class DrawnMixture:
 
 
 def drawn_mixture(run: Path) -> DrawnMixture:
-    """Counts rows if sources are mixed by tokens. If they are mixed by rows, blocks contain
+    """Counts rows if weights count sequences. If they count documents, blocks contain
     documents of several sources, which only the corpora can tell apart: `overland prove data` does
     that."""
     try:
         plan = Plan.from_json(read_json(run / PLAN)["plan"])
         names = list(plan.sources)
-        if plan.mixture == "rows" and len(names) > 1:
-            return DrawnMixture([], "Documents of all sources share blocks (data.mixture = rows): "
-                                "run `overland prove data` to count them.")  # fmt: skip
+        if plan.mixture == "documents" and len(names) > 1:
+            return DrawnMixture([], "Documents of all sources share blocks (data.mixture = "
+                                "documents): run `overland prove data` to count them.")  # fmt: skip
         rows = dict.fromkeys(names, 0)
         planned = dict.fromkeys(names, 0.0)
         for first, last in batches_fed(run / LEDGER):
