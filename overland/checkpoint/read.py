@@ -252,18 +252,12 @@ def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
-    missing = [name for name in state if name not in checkpoint.tensors]
-    if missing:
-        raise MismatchError(without(checkpoint.path, missing, "run"))
+    shapes = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
+    require_fit(checkpoint.path, shapes, state)
     with torch.no_grad(), ThreadPoolExecutor(NUM_THREADS, "checkpoint-read") as pool:
         jobs = []
         for name, tensor in state.items():
-            saved, shard = checkpoint.tensors[name].shape, local_tensor(tensor)
-            if saved != tuple(tensor.shape):
-                raise MismatchError(
-                    f"{checkpoint.path} has {name} with shape {list(saved)}, but this run needs "
-                    f"{list(tensor.shape)}"
-                )
+            shard = local_tensor(tensor)
             for job in checkpoint.jobs(name, shard, box_start(tensor)):
                 jobs.append(pool.submit(_on_device, shard.device, job))
         try:
@@ -276,11 +270,22 @@ def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
         torch.cuda.synchronize()
 
 
-def without(path: Path, missing: Sequence[str], what: str) -> str:
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    is_state = missing[0].startswith("optimizer.")
-    out = ": `--skip-optimizer` starts with a new optimizer" if is_state else ""
-    return f"{path} has no {missing[0]}{more}, which this {what} needs{out}"
+def require_fit(
+    path: Path, saved: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]
+) -> None:
+    """Raises unless every tensor of `state` was saved, with its shape."""
+    missing = [name for name in state if name not in saved]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        is_state = missing[0].startswith("optimizer.")
+        out = ": `--skip-optimizer` starts with a new optimizer" if is_state else ""
+        raise MismatchError(f"{path} has no {missing[0]}{more}, which this run needs{out}")
+    for name, tensor in state.items():
+        if saved[name] != tuple(tensor.shape):
+            raise MismatchError(
+                f"{path} has {name} with shape {list(saved[name])}, but this run needs "
+                f"{list(tensor.shape)}"
+            )
 
 
 def refuse_unused(path: Path, saved: Iterable[str], taken: Collection[str]) -> None:

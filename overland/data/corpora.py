@@ -64,6 +64,8 @@ class Preparer:
     """Runs a function on the first rank only; all ranks get its result, or its error."""
     tokenizes: bool = True
     """Whether this rank runs background processes; one rank per node does."""
+    trains: bool = True
+    """Whether a tokenizer that the data needs is trained, and written; otherwise it is left out."""
     report: Callable[[str], None] = lambda message: None
     tokenizer: Path | None = None
     """Folder of the tokenizer that this run trained earlier."""

@@ -50,7 +50,8 @@ def tokenizer_for(
         return opened(Path(config.model.hf_assets_path).expanduser())
     if preparer.tokenizer is not None and preparer.tokenizer.is_dir():
         return opened(preparer.tokenizer)  # adding a source does not change it
-    path = preparer.once(partial(_trained, config, wanted, vocab_size, preparer.report))
+    made = partial(_trained, config, wanted, vocab_size, preparer.report, preparer.trains)
+    path = preparer.once(made)
     return opened(Path(path)) if path else None
 
 
@@ -173,12 +174,13 @@ def _trained(
     wanted: Mapping[str, DataSource],
     vocab_size: int | None,
     report: Callable[[str], None],
+    trains: bool,
 ) -> str | None:
     """Returns the path of a tokenizer for the text among the sources, or None without text."""
     data, size = config.data, trained_size(config.data, vocab_size)
     path = trained_path(data, wanted, size)
-    if path.exists():
-        return str(path)
+    if path.exists() or not trains:
+        return str(path) if path.exists() else None
     texts = [source for name, one in wanted.items() if (source := _text(name, one, config))]
     if not texts:
         return None

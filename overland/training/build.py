@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from overland.checkpoint.adapters import follow
-from overland.checkpoint.folder import committed
 from overland.checkpoint.formats.checkpoint import companions_in
 from overland.checkpoint.formats.hf import GENERATION, padding_of
 from overland.checkpoint.links import follow_links
@@ -25,7 +24,6 @@ from overland.config.derived import optimizer_settings, resolve_degrees
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data.arrays import require_fields
-from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
 from overland.data.prepare import corpora_of, training_data, validation_data
 from overland.data.registry import check_samples
@@ -64,7 +62,7 @@ from overland.training.opening import opening
 from overland.training.out_of_memory import held_bytes, require_memory
 from overland.training.readme import model_name, write_readme
 from overland.training.reference import reference_for
-from overland.training.resume import policy_of_the_resumed, shares_of_the_resumed, start_from
+from overland.training.resume import preparer_for, start_from
 from overland.training.rows import require_separate_rows
 from overland.training.run import Callback, Run
 from overland.training.schedule import changed_rate, with_steps
@@ -134,14 +132,11 @@ def build_run(
             f"note: tensor parallelism over {degrees.tp} devices extends beyond a node's "
             f"{world.local_size}; every matrix product will wait for the network"
         )
-    has_checkpoint = config.checkpoint.resume == "auto" and bool(committed(folder.checkpoints))
-    place = Preparer(
-        once_for_all,
+    place = replace(
+        preparer_for(config, folder),
+        once=once_for_all,
         tokenizes=world.local_rank == 0,
         report=report,
-        tokenizer=folder.tokenizer if has_checkpoint else None,
-        holdout=shares_of_the_resumed(config, folder),
-        policy=policy_of_the_resumed(config.checkpoint, folder),
     )
     fields, vocab_size = sample_fields(architecture), getattr(architecture, "vocab_size", None)
     if fields is not None:  # before a tokenizer is trained on text

@@ -1,6 +1,7 @@
 """Opens everything that a run opens before its first step (tokenizer, data, weights, checkpoints)
 without writing anything. This is how `overland check` and `overland submit` find what `overland
-train` would refuse.
+train` would refuse. The rules are those of `data/` and of `resume.py`; here, problems are collected
+instead of raised, and tensors have shapes but no memory.
 
 Only the beginning of each source is read; a bad document further on is found only in training.
 """
@@ -10,72 +11,46 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
 from overland.checkpoint.formats.checkpoint import MODEL
 from overland.checkpoint.origin import Origin
-from overland.checkpoint.read import open_checkpoint, refuse_unused, without
+from overland.checkpoint.read import open_checkpoint, refuse_unused, require_fit
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, in_order
 from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
-from overland.data.arrays import Arrays, require_fields
-from overland.data.corpora import (
-    Preparer,
-    check_made_by,
-    check_same_tokenizer,
-    check_vocabulary,
-    named_by_keys,
-    open_built,
-    placeholder_words,
-    shard_documents,
-    trained_size,
-)
+from overland.data.arrays import require_fields
+from overland.data.corpora import AnyCorpus, Preparer, check_same_tokenizer, trained_size
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import is_corpus
-from overland.data.holdout import check_countable, check_fewer, require_both_sides
-from overland.data.images import RandomImages
-from overland.data.layout import count_shards, sketch
+from overland.data.holdout import check_fewer, require_both_sides
 from overland.data.leakage import check_held_out, same_data
+from overland.data.look import Beginning, Untrained, look_at
 from overland.data.plan import Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of
 from overland.data.registry import (
     VALIDATION,
-    held_by,
     held_out_sources,
-    is_validation,
-    open_wanted,
-    refuse_choices,
+    is_made,
     sources_of,
     training_table,
     validation_table,
 )
 from overland.data.sampler import NoDocuments
-from overland.data.shard_maker import ShardMaker
 from overland.data.sources import Source
-from overland.data.sources.array_list import ArrayList
 from overland.data.tokenizer import SMALLEST, Tokenizer
-from overland.data.tokenizer_choice import (
-    OF_TRAINING,
-    asked_policy,
-    one_tokenizer,
-    open_tokenizer,
-    trained_path,
-)
+from overland.data.tokenizer_choice import OF_TRAINING, asked_policy, one_tokenizer, tokenizer_for
 from overland.errors import CheckpointError, DataError, MismatchError, ModelError
-from overland.models.flops import SampleFields, casts_samples, sample_fields
-from overland.models.hf import INDEX, SINGLE, load_hf
-from overland.models.new_rows import vocabulary_matrices
+from overland.models.flops import casts_samples, sample_fields
+from overland.models.hf import load_hf
 from overland.models.registry import build_model, model_config
-from overland.models.sparse import is_mask
-from overland.models.transform import added_rule, apply_transforms
+from overland.models.transform import apply_transforms
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import rules_of, state_bytes, state_kinds
 from overland.optimizers.rule import Scalar
@@ -84,15 +59,16 @@ from overland.parallel.sharding import named_buffers, named_parameters
 from overland.plugins import plugin
 from overland.run_folder import RunFolder
 from overland.training.readme import model_name
-from overland.training.resume import policy_of_the_resumed, shares_of_the_resumed
-from overland.training.state import check_changes, check_same_optimizer, naming_keys
+from overland.training.resume import is_hf, open_foreign, preparer_for, require_weights
+from overland.training.state import (
+    check_changes,
+    check_same_optimizer,
+    choose_tensors,
+    find_left_out,
+    naming_keys,
+)
 from overland.training.vocabulary import new_rows_of
-from overland.words import any_of, counted_words
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-FEW_DOCUMENTS = 1000
-FEW_CHARACTERS = 4 << 20
+from overland.words import any_of
 
 
 def require_start(loaded: Loaded) -> list[Problem]:
@@ -101,7 +77,7 @@ def require_start(loaded: Loaded) -> list[Problem]:
     rehearsal = Rehearsal(loaded)
     rehearsal.folders()
     rehearsal.data()
-    if not rehearsal.lacks_model():
+    if not rehearsal.lacks_model:
         rehearsal.start()
         rehearsal.room()
     fatal = [problem for problem in rehearsal.problems if problem.kind != "note"]
@@ -110,37 +86,15 @@ def require_start(loaded: Loaded) -> list[Problem]:
     return rehearsal.problems
 
 
-@dataclass(frozen=True)
-class Untrained:
-    """Stands in for the tokenizer that the run will train: one token per byte."""
-
-    vocab_size: int
-    bos_id: int | None = None
-    eos_id: int = 0
-    add_bos: bool = False
-    add_eos: bool = True
-    fingerprint: str = ""
-
-    def encode_documents(self, texts: list[str]) -> list[Any]:
-        return [np.frombuffer(text.encode() + b"\0", np.uint8) for text in texts]
-
-
 @dataclass
 class Rehearsal:
     loaded: Loaded
     problems: list[Problem] = field(default_factory=list)
+    preparer: Preparer = field(default_factory=Preparer)
     given: Tokenizer | None = None
     """The tokenizer, if it already exists."""
-    tokens: set[str] = field(default_factory=set)
-    """Sources that hold token ids, on which no tokenizer is trained."""
-    documents: dict[str, int] = field(default_factory=dict)
-    """The number of documents in each source for which it is known."""
-    opened: dict[str, Source | Path] = field(default_factory=dict)
-    """The training sources, and the folders of built ones."""
-    counts_documents: bool = False
-    """Whether data.holdout is a number of documents, which the run has yet to choose."""
-    taken: SampleFields | None = None
-    """The arrays that the model takes; None: tokens."""
+    tokenizer: Tokenizer | Untrained | None = None
+    """The same, or what stands in for it."""
 
     @contextmanager
     def told(self, key: str) -> Iterator[None]:
@@ -152,9 +106,27 @@ class Rehearsal:
             if problem not in self.problems:
                 self.problems.append(problem)
 
+    def note(self, *notes: str) -> None:
+        self.problems += [Problem(note, kind="note") for note in notes]
+
+    def report(self, message: str) -> None:
+        """Keeps the notes of what a run would report."""
+        if message.startswith("note: "):
+            self.note(message.removeprefix("note: "))
+
+    @property
+    def config(self) -> JobConfig:
+        return self.loaded.config
+
+    @property
+    def lacks_model(self) -> bool:
+        """Whether the model's config.json has yet to be fetched, which `checks` reports."""
+        path = self.config.model.config
+        return path is not None and not Path(path).expanduser().exists()
+
     def folders(self) -> None:
         """Checks that the folders a run writes to can be created and written."""
-        config, folder = self.loaded.config, RunFolder.of(self.loaded.config)
+        config, folder = self.config, RunFolder.of(self.config)
         wanted = {"job.dump_folder": folder.root}
         if config.metrics.enable_tensorboard:
             wanted["metrics.save_tb_folder"] = folder.tb
@@ -168,236 +140,132 @@ class Rehearsal:
 
     def data(self) -> None:
         """Opens the tokenizer and every source, and reads the beginning of each."""
-        config = self.loaded.config
-        wanted = sources_of(config)
-        if config.data.mixture == "documents":
+        config, wanted = self.config, sources_of(self.config)
+        made = {name for name, source in wanted.items() if is_made(name, source)}
+        if config.data.mixture == "documents" and made:
             with self.told("data.mixture"):
-                if any(registry.is_made(name, source) for name, source in wanted.items()):
-                    raise NoDocuments
+                raise NoDocuments
         with self.told("data.holdout"):
-            shares = shares_of_the_resumed(config, RunFolder.of(config))
-            is_number = config.data.holdout and not isinstance(config.data.holdout, float)
-            self.counts_documents = bool(is_number and shares is None)
-        vocab_size = None
-        if not self.lacks_model():
-            architecture = model_config(config.model)
-            vocab_size = getattr(architecture, "vocab_size", None)
-            self.taken = sample_fields(architecture)
-        size = max(SMALLEST, trained_size(config.data, vocab_size))
-        tokenizer: Any = Untrained(size, add_eos=config.data.add_eos is not False)
+            self.preparer = preparer_for(config, RunFolder.of(config))
+        self.preparer = replace(self.preparer, trains=False, report=self.report)
+        size = max(SMALLEST, trained_size(config.data, self.vocab_size))
+        self.tokenizer = Untrained(size, add_eos=config.data.add_eos is not False)
         with self.told("model.hf_assets_path"):
-            self.given = self.tokenizer(wanted, vocab_size)
-            tokenizer = self.given or tokenizer
-        built: dict[str, Corpus] = {}
+            if not self.lacks_tokenizer:
+                there = {name: one for name, one in wanted.items() if self.is_there(name, one)}
+                self.given = tokenizer_for(config, there, self.vocab_size, self.preparer)
+            self.tokenizer = self.given or self.tokenizer
+        corpora: dict[str, Corpus] = {}
+        begun: dict[str, Beginning] = {}
         for name, source in wanted.items():
-            key = self.key_of(name, source)
-            with self.told(key):
-                table = training_table(config, name)
-                corpus = self.source(table, name, source, tokenizer, vocab_size)
-                built |= {name: corpus} if corpus is not None else {}
-            if registry.is_made(name, source):
-                self.tokens.add(name)
+            with self.told(self.key_of(name, source)):
+                found = self.look(training_table(config, name), name, source)
+                corpora |= {name: found} if isinstance(found, Corpus) else {}
+                begun |= {name: found} if isinstance(found, Beginning) else {}
         with self.told("data.sources"):
-            notes = same_data(self.opened, wanted) if len(wanted) > 1 else []
-            self.problems += [Problem(note, kind="note") for note in notes]
+            places: dict[str, Source | Path] = {n: one.folder for n, one in corpora.items()}
+            places |= {name: one.source for name, one in begun.items()}
+            self.note(*(same_data(places, wanted) if len(wanted) > 1 else []))
         with self.told("data.holdout"):
-            self.both_sides([name for name in wanted if not registry.is_made(name, wanted[name])])
+            counts = {name: one.documents for name, one in begun.items()}
+            counts |= {name: num_documents(one) for name, one in corpora.items()}
+            self.both_sides({name: counts.get(name) for name in wanted if name not in made})
         with self.told("data"):
-            kept = one_tokenizer(self.given, built, asked_policy(config))
+            kept = one_tokenizer(self.given, corpora, asked_policy(config))
+            tokens = made | {name for name, one in begun.items() if one.kind == "tokens"}
             # A tokenizer is trained if any source is text; otherwise the corpora bring theirs.
-            if self.given is None and wanted.keys() <= built.keys() | self.tokens:
-                tokenizer = kept
-        if config.validation.enable:
-            by_path = config.validation.dataset_path is not None
-            main = "validation.dataset_path" if by_path else "validation.dataset"
-            with self.told(main if not config.validation.sets else "validation"):
+            if self.given is None and wanted.keys() <= corpora.keys() | tokens:
+                self.tokenizer = kept
+        by_path = config.validation.dataset_path is not None
+        main = "validation.dataset_path" if by_path else "validation.dataset"
+        with self.told(main if not config.validation.sets else "validation"):
+            if config.validation.enable:
                 check_held_out(config)
-            for name, source in held_out_sources(config).items():
-                table = validation_table(config, name)
-                with self.told(main if table == VALIDATION else table):
-                    corpus = self.source(table, name, source, tokenizer, vocab_size)
-                    if corpus is not None and not isinstance(tokenizer, Untrained):
-                        one_tokenizer(tokenizer, {name: corpus}, whose=OF_TRAINING)
+        for name, source in held_out_sources(config).items():
+            table = validation_table(config, name)
+            with self.told(main if table == VALIDATION else table):
+                found = self.look(table, name, source)
+                if isinstance(found, Corpus) and not isinstance(self.tokenizer, Untrained):
+                    one_tokenizer(self.tokenizer, {name: found}, whose=OF_TRAINING)
 
-    def both_sides(self, names: list[str]) -> None:
+    def look(self, table: str, name: str, wanted: DataSource) -> AnyCorpus | Beginning | None:
+        """Looks at a source that is there, and checks that it holds what the model takes."""
+        config = self.config
+        lacks_chats = self.lacks_tokenizer and config.sft.shape != "off"
+        if self.lacks_model if is_made(name, wanted) else lacks_chats:
+            return None
+        if not self.is_there(name, wanted):
+            return None
+        found = look_at(table, name, wanted, config, self.tokenizer, self.vocab_size, self.preparer)
+        if not self.lacks_model:
+            model = model_config(config.model)
+            arrays, casts = getattr(found, "arrays", None), casts_samples(model)
+            require_fields(name, arrays, sample_fields(model), model_name(config), casts)
+        return found
+
+    def both_sides(self, documents: Mapping[str, int | None]) -> None:
         """Checks that data.holdout leaves documents on both sides, if all sources were counted.
         Which documents are held out depends on their tokens; how many is known well enough."""
-        holdout = self.loaded.config.data.holdout
-        if not holdout or not names or any(name not in self.documents for name in names):
+        holdout, names = self.config.data.holdout, list(documents)
+        total = sum(count or 0 for count in documents.values())
+        if not holdout or not names or None in documents.values():
             return
-        total = sum(self.documents[name] for name in names)
         if isinstance(holdout, float):
             require_both_sides(any_of(names, "and"), holdout, round(holdout * total), total)
-        elif self.counts_documents:
+        elif self.preparer.holdout is None:
             check_fewer(holdout, names, total)
 
-    def lacks_model(self) -> bool:
-        """Whether the model's config.json has yet to be fetched, which `checks` reports."""
-        path = self.loaded.config.model.config
+    @property
+    def vocab_size(self) -> int | None:
+        if self.lacks_model:
+            return None
+        return getattr(model_config(self.config.model), "vocab_size", None)
+
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """Whether the model's tokenizer has yet to be fetched."""
+        path = self.config.model.hf_assets_path
         return path is not None and not Path(path).expanduser().exists()
 
-    def lacks_chats(self) -> bool:
-        """Whether the tokenizer with the chat template has yet to be fetched."""
-        path = self.loaded.config.model.hf_assets_path
-        is_missing = path is not None and not Path(path).expanduser().exists()
-        return is_missing and self.loaded.config.sft.shape != "off"
-
-    def tokenizer(
-        self, wanted: Mapping[str, DataSource], vocab_size: int | None
-    ) -> Tokenizer | None:
-        """Returns the tokenizer that the run will use, if it already exists."""
-        config = self.loaded.config
-        path = trained_path(config.data, wanted, trained_size(config.data, vocab_size))
-        folder = RunFolder.of(config)
-        if config.model.hf_assets_path is not None:
-            path = Path(config.model.hf_assets_path).expanduser()
-        elif committed(folder.checkpoints) and folder.tokenizer.is_dir():
-            path = folder.tokenizer
-        if not path.exists():
-            return None
-        place = Preparer(policy=policy_of_the_resumed(config.checkpoint, folder))
-        there = {name: one for name, one in wanted.items() if not self.is_missing(name, one)}
-        return open_tokenizer(path, config, there, place)
-
-    def source(
-        self, table: str, name: str, wanted: DataSource, tokenizer: Any, vocab_size: int | None
-    ) -> Corpus | None:
-        """Opens a source and reads its beginning. Returns it if it is a built corpus."""
-        data = self.loaded.config.data
-        folder = registry.find_folder(name, wanted, data)
-        if registry.is_made(name, wanted):
-            self.made(table, name, wanted)
-            return None
-        if self.is_missing(name, wanted) or self.lacks_chats():
-            return None
-        if folder is not None and is_corpus(folder):
-            refuse_choices(wanted, table, f"{folder} is a built corpus, which")
-            corpus = open_built(folder)
-            check_made_by(corpus.layout, self.loaded.config, table)
-            self.fits(name, corpus.arrays)
-            check_vocabulary(name, corpus.vocab_size, vocab_size)
-            sizes = corpus.sizes()
-            if sizes is not None and not is_validation(table):
-                self.documents[name] = int(sizes[:, 0].sum())
-                self.opened[name] = folder
-            return corpus
-        source = open_wanted(self.loaded.config, table, name, wanted)
-        if not is_validation(table):
-            self.opened[name] = source
-        self.fits(name, held_by(name, source))
-        if isinstance(source, ArrayList):
-            self.images(table, name, source)
-            return None
-        for note in getattr(source, "notes", ()):
-            self.problems.append(Problem(f"{name}: {note}", kind="note"))
-        skip_bad = data.bad_documents == "skip"
-        with named_by_keys():
-            layout = sketch(name, source, tokenizer, skip_bad=skip_bad, vocab_size=vocab_size)
-        check_vocabulary(name, layout.vocab_size, vocab_size)
-        is_given = self.loaded.config.model.hf_assets_path is not None
-        is_trained_here = isinstance(tokenizer, Untrained) and not is_given
-        if layout.kind == "text" and is_trained_here and data.add_bos:
-            raise DataError(
-                "a tokenizer that is trained here has no beginning-of-document token; turn "
-                "data.add_bos off"
-            )
-        if layout.kind == "tokens":
-            self.tokens.add(name)
-        maker = ShardMaker(layout, source, tokenizer)
-        documents, tokens, is_all = maker.try_out(FEW_DOCUMENTS, FEW_CHARACTERS)
-        counted = counted_words(maker.counts())
-        if not tokens:
-            what = ", ".join([f"it holds no {layout.unit}", *counted])
-            raise DataError(f"{layout.source} is empty: {what}")
-        if counted:
-            message = f"{name}: of the first {documents:,} documents, {any_of(counted, 'and')}"
-            self.problems.append(Problem(message, kind="note"))
-        if self.counts_documents and not is_validation(table):
-            num_shards = count_shards(source, shard_documents(data))
-            check_countable(int(data.holdout), name, num_shards, is_built=False)
-        if is_all and not is_validation(table):
-            self.documents[name] = documents
-        training = self.loaded.config.training
-        batch = max(training.global_batch_size, training.local_batch_size)
-        batch *= training.seq_len if layout.arrays is None else 1
-        if is_all and tokens < batch:
-            is_guess = layout.kind == "text" and isinstance(tokenizer, Untrained)
-            more = "at most " if is_guess else ""
-            message = f"{name} has {more}{tokens:,} {layout.unit}, less than a batch of {batch:,}"
-            self.problems.append(Problem(message, self.loaded.source, kind="note"))
-        return None
-
-    def made(self, table: str, name: str, wanted: DataSource) -> None:
-        """Notes that random images replace a list that does not exist."""
-        config = self.loaded.config
-        images = None if self.lacks_model() else registry.made_images(name, wanted, config)
-        self.fits(name, None if images is None else images.arrays)
-        held_out = is_validation(table)
-        path = config.validation.dataset_path if held_out else config.training.dataset_path
-        if isinstance(images, RandomImages) and path and registry.is_placeholder(config, path):
-            words = placeholder_words(config, table, path, images)
-            self.problems.append(Problem(words, kind="note"))
-
-    def images(self, table: str, name: str, source: ArrayList) -> None:
-        """Reads the first image, and notes if there are too few for a batch."""
-        source.fill(0, np.empty(source.shape, source.dtype_of_all))
-        training = self.loaded.config.training
-        batch = max(training.global_batch_size, training.local_batch_size)
-        if len(source) < batch and not is_validation(table):
-            message = f"{name} has {len(source):,} images, less than a batch of {batch:,}"
-            self.problems.append(Problem(message, self.loaded.source, kind="note"))
-
-    def fits(self, name: str, held: Arrays | None) -> None:
-        """Raises unless a source holds what the model takes."""
-        if not self.lacks_model():
-            config = self.loaded.config
-            casts = casts_samples(model_config(config.model))
-            require_fields(name, held, self.taken, model_name(config), casts)
-
-    def is_missing(self, name: str, wanted: DataSource) -> bool:
-        """Whether a source has yet to be fetched, which `checks` reports."""
-        folder = registry.find_folder(name, wanted, self.loaded.config.data)
+    def is_there(self, name: str, wanted: DataSource) -> bool:
+        """Whether a source need not be fetched, which `checks` reports."""
+        folder = registry.find_folder(name, wanted, self.config.data)
         if folder is None:
-            return not registry.is_built_in(wanted.dataset or name)
-        return not folder.exists() and not folder.with_name(folder.name + ".idx").exists()
+            return registry.is_built_in(wanted.dataset or name)
+        return folder.exists() or folder.with_name(folder.name + ".idx").exists()
 
     def key_of(self, name: str, source: DataSource) -> str:
-        if self.loaded.config.data.sources:
+        if self.config.data.sources:
             return f"data.sources.{name}"
         return "training.dataset" if source.path is None else "training.dataset_path"
 
     def start(self) -> None:
         """Checks that the checkpoint to resume, or the weights to start from, fit model and
         data."""
-        config = self.loaded.config
-        settings = config.checkpoint
-        own = committed(RunFolder.of(config).checkpoints)
+        config, settings = self.config, self.config.checkpoint
+        folder = RunFolder.of(config)
+        own = committed(folder.checkpoints)
         if settings.resume not in ("auto", "none"):
             path = Path(settings.resume).expanduser()
             if path.exists():
                 with self.told("checkpoint.resume"):
-                    self.note(try_checkpoint(newest_in(path), config, self.given))
+                    self.note(*try_checkpoint(newest_in(path), config, self.given))
         elif settings.enable and settings.resume == "auto" and own:
             with self.told("job.dump_folder"):
-                corpora_of(RunFolder.of(config).root)
-                self.note(try_newest(own, config, self.given))
+                corpora_of(folder.root)
+                self.note(*try_newest(own, config, self.given))
         elif settings.initial_load_path is not None:
             path = Path(settings.initial_load_path).expanduser()
             if path.exists():
                 with self.told("checkpoint.initial_load_path"):
                     try_weights(path, config)
 
-    def note(self, notes: list[str]) -> None:
-        self.problems += [Problem(note, kind="note") for note in notes]
-
     def room(self) -> None:
         """Notes if the disk has too little space for the checkpoints."""
-        config = self.loaded.config
+        config = self.config
         if not config.checkpoint.enable:
             return
-        model = model_of(config)
-        freeze(model, config.model.freeze)
-        parameters = named_parameters([model])
+        parameters = named_parameters([model_of(config)])
         width = getattr(torch, config.training.dtype).itemsize
         trained = {n: tuple(p.shape) for n, p in parameters.items() if p.requires_grad}
         size = sum(p.numel() * width for p in parameters.values())
@@ -405,6 +273,11 @@ class Rehearsal:
         if words := lack_of_room(RunFolder.of(config).checkpoints, config.checkpoint, size):
             key = "job.dump_folder"
             self.problems.append(Problem(words, self.loaded.where(key), key, kind="note"))
+
+
+def num_documents(corpus: Corpus) -> int | None:
+    sizes = corpus.sizes()
+    return None if sizes is None else int(sizes[:, 0].sum())
 
 
 def require_place(folder: Path) -> None:
@@ -437,36 +310,27 @@ def try_newest(
 
 def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -> list[str]:
     """Raises if a run could not resume the checkpoint; returns notes about changed settings."""
+    model = model_of(config)
+    state, buffers = state_of(model, config), named_buffers([model])
     if plugin("four_files").is_four_files(path):
-        model, files = model_of(config), plugin("four_files").open_four_files(path)
-        has = {name: tuple(lazy.shape) for name, lazy in files.tensors.items()}
-        refuse_unused(path, has, state_names(model))
-        kept = {} if config.checkpoint.skip_optimizer else state_shapes(model, config)
-        needs = {MODEL + name: shape for name, shape in shapes_of(model).items()}
-        compare(path, {**needs, **kept}, has)
+        files = plugin("four_files").open_four_files(path).tensors
+        refuse_unused(path, files, state)
+        needs = {
+            name: one for name, one in state.items() if name.removeprefix(MODEL) not in buffers
+        }
+        require_fit(path, {name: tuple(lazy.shape) for name, lazy in files.items()}, needs)
         return []
     with open_checkpoint(path) as checkpoint:
-        notes = check_changes(path, checkpoint.run, config, model_config(config.model))
-        model = model_of(config)
-        kept = {} if config.checkpoint.skip_optimizer else state_shapes(model, config)
-        if not config.checkpoint.skip_optimizer:
-            check_same_optimizer(checkpoint, config.optimizer, kept)
-        if checkpoint.index.kind != "local":  # a local one holds the ranks' own pieces
-            refuse_unused(path, checkpoint.tensors, state_names(model))
-            has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
-            needs = {MODEL + name: shape for name, shape in shapes_of(model).items()}
-            if not any(map(is_mask, has)):  # a dense one: masks follow from its weights
-                needs = {name: shape for name, shape in needs.items() if not is_mask(name)}
-            if (origin := Origin.from_json(checkpoint.run)) is not None:
-                given = config.checkpoint.initial_load_path
-                also = [Path(given).expanduser()] if given is not None else []
-                for one in also:
-                    origin.check_given(one)
-                origin.find(also, look_only=True)
-                left_out = {MODEL + name for name in origin.names}
-                needs = {name: shape for name, shape in needs.items() if name not in left_out}
-            compare(path, {**needs, **kept}, has)
         facts = checkpoint.run
+        notes = check_changes(path, facts, config, model_config(config.model))
+        if not config.checkpoint.skip_optimizer:
+            check_same_optimizer(checkpoint, config.optimizer, state)
+        if checkpoint.index.kind != "local":  # a local one holds the ranks' own pieces
+            refuse_unused(path, checkpoint.tensors, state)
+            if (origin := Origin.from_json(facts)) is not None:
+                find_left_out(origin, config, look_only=True)
+            has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
+            require_fit(path, has, choose_tensors(checkpoint, state, buffers, rank=0).tensors)
     plan = (facts.get("data") or {}).get("plan")
     if plan is not None:
         saved = Plan.from_json(plan)
@@ -474,73 +338,56 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
         if tokenizer is not None:
             with naming_keys(facts, config):
                 check_same_tokenizer(saved, config, tokenizer)
-        share, before = config.data.holdout, ((facts.get("config") or {}).get("data") or {})
-        for name, source in sources_of(config).items():
-            if name not in saved.sources or registry.is_made(name, source):
-                continue
-            if isinstance(share, float) or not share:
-                check_same_holdout(name, saved.sources[name].holdout, float(share))
-            elif before.get("holdout", share) != share:  # of which share is not known yet
-                check_same_holdout(name, before["holdout"], share)
-        check_same_order(
-            saved, config.debug.seed, config.data.window_documents, config.data.mixture
-        )
+        check_holdout(saved, config, (facts.get("config") or {}).get("data") or {})
+        data = config.data
+        check_same_order(saved, config.debug.seed, data.window_documents, data.mixture)
     return notes
 
 
+def check_holdout(saved: Plan, config: JobConfig, before: Mapping[str, Any]) -> None:
+    """Raises if the share that is held out has changed; of a number of documents, it is not known
+    yet."""
+    share = config.data.holdout
+    for name, source in sources_of(config).items():
+        if name not in saved.sources or is_made(name, source):
+            continue
+        if isinstance(share, float) or not share:
+            check_same_holdout(name, saved.sources[name].holdout, float(share))
+        elif before.get("holdout", share) != share:
+            check_same_holdout(name, before["holdout"], share)
+
+
 def try_weights(path: Path, config: JobConfig) -> None:
+    """Raises if a run could not start from these weights."""
     model = model_of(config)
-    if any((path / name).is_file() for name in (INDEX, SINGLE)):
-        load_hf(
-            model,
-            path,
-            lambda one: (torch.empty(0), (0,) * one.ndim, tuple(one.shape)),
-            new_rows=new_rows_of(config),
-        )
-        return
-    describe = getattr(model_config(config.model), "to_hf", None)
-    weights = plugin("formats").open_any(path, describe() if describe else None).weights()
-    own = {n: shape for n, shape in shapes_of(model).items() if added_rule(model, n) is None}
-    has = {name: tuple(one.shape) for name, one in weights.items()}
-    if (new := new_rows_of(config)) is not None:
-        for name in vocabulary_matrices(model) & own.keys() & has.keys():
-            own[name] = has[name] if new.fits(has[name], own[name]) else own[name]
-    compare(path, own, has)
+    if is_hf(path):
+        no_memory = lambda one: (torch.empty(0), (0,) * one.ndim, tuple(one.shape))
+        load_hf(model, path, no_memory, new_rows=new_rows_of(config))
+    else:
+        weights = open_foreign(path, model_config(config.model)).weights()
+        require_weights(path, [model], weights, new_rows_of(config))
 
 
 def model_of(config: JobConfig) -> nn.Module:
     with torch.device("meta"):
         model = build_model(model_config(config.model), config.model.attention)
         apply_transforms(model, transforms_for(config))
+    freeze(model, config.model.freeze)
     return model
 
 
-def shapes_of(model: nn.Module) -> Shapes:
-    return {name: tuple(one.shape) for name, one in named_parameters([model]).items()}
-
-
-def state_names(model: nn.Module) -> set[str]:
-    return {MODEL + name for name in (*named_parameters([model]), *named_buffers([model]))}
-
-
-def state_shapes(model: nn.Module, config: JobConfig) -> Shapes:
-    """Returns the shapes of the optimizer state in a checkpoint, for the trained parameters."""
-    freeze(model, config.model.freeze)
-    rules, found = rules_of(config.optimizer), {}
-    for name, parameter in named_parameters([model]).items():
+def state_of(model: nn.Module, config: JobConfig) -> dict[str, Tensor]:
+    """Returns what a run loads from a checkpoint, without memory."""
+    parameters = named_parameters([model])
+    state: dict[str, Tensor] = {MODEL + name: one for name, one in parameters.items()}
+    state |= {MODEL + name: one for name, one in named_buffers([model]).items()}
+    if config.checkpoint.skip_optimizer:
+        return state
+    rules = rules_of(config.optimizer)
+    for name, parameter in parameters.items():
         if parameter.requires_grad:
             shape = tuple(parameter.shape)
-            for state, kind in state_kinds(rules, name, shape).items():
-                found[f"{PREFIX}{name}.{state}"] = () if isinstance(kind, Scalar) else shape
-    return found
-
-
-def compare(path: Path, needs: Shapes, has: Shapes) -> None:
-    for name, shape in needs.items():
-        if name not in has:
-            raise MismatchError(without(path, [n for n in needs if n not in has], "model"))
-        if has[name] != shape:
-            raise MismatchError(
-                f"{path} has {name} with shape {list(has[name])}, but this model needs "
-                f"{list(shape)}"
-            )
+            for kept, kind in state_kinds(rules, name, shape).items():
+                size = () if isinstance(kind, Scalar) else shape
+                state[f"{PREFIX}{name}.{kept}"] = torch.empty(size, device="meta")
+    return state

@@ -3,27 +3,29 @@ ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from overland.checkpoint.adapters import set_later_adapters_aside
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
-from overland.checkpoint.formats.lazy import counting
+from overland.checkpoint.formats.checkpoint import LazyCheckpoint
+from overland.checkpoint.formats.lazy import Lazy, counting
 from overland.checkpoint.formats.peft import OLD_WEIGHTS, WEIGHTS, open_peft
 from overland.checkpoint.formats.sparse import densify
 from overland.checkpoint.origin import Origin, mark_files
 from overland.config.adapter import ADAPTER_CONFIG
 from overland.config.schema import Checkpoint, JobConfig
+from overland.data.corpora import Preparer
 from overland.data.holdout import kept_shares
-from overland.data.tokenizer import UNKNOWN, Policy
+from overland.data.tokenizer import UNKNOWN
 from overland.data.tokenizer_choice import kept_policy
 from overland.errors import CheckpointError, MismatchError, ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf, weight_files
-from overland.models.new_rows import vocabulary_matrices
+from overland.models.new_rows import NewRows, vocabulary_matrices
 from overland.models.nf4 import narrow_matrices
 from overland.models.transform import added_rule, transforms_of
 from overland.parallel.comm import all_of, first_problem, from_first_rank
@@ -121,8 +123,7 @@ def mark_start(run: Run) -> dict[str, tuple[int, str]]:
     if run.world.is_first:
         if weights is not None:
             folder = Path(weights).expanduser()
-            is_hf = any((folder / name).is_file() for name in (INDEX, SINGLE))
-            marks |= mark_files(folder, weight_files(folder)) if is_hf else {}
+            marks |= mark_files(folder, weight_files(folder)) if is_hf(folder) else {}
         if adapter is not None:
             files = [name for name in ADAPTER_FILES if (Path(adapter) / name).is_file()]
             marks |= mark_files(Path(adapter), files)
@@ -144,17 +145,16 @@ def together(run: Run, load: Callable[[], None]) -> None:
         raise CheckpointError(problem)
 
 
-def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
-    """Returns which tokens the resumed run, if there is one, adds around its documents."""
-    run = _resumed(settings, folder)
-    return kept_policy(run) if run is not None else UNKNOWN
-
-
-def shares_of_the_resumed(config: JobConfig, folder: RunFolder) -> dict[str, float] | None:
-    """Returns the held-out share of each source of the resumed run, if there is one and it holds
-    out the same number of documents."""
+def preparer_for(config: JobConfig, folder: RunFolder) -> Preparer:
+    """Returns how to prepare the data of a run: as the run that is resumed, if there is one, began
+    (its tokenizer, the share that each source holds out, what is added around documents)."""
+    own = config.checkpoint.resume == "auto" and committed(folder.checkpoints)
     run = _resumed(config.checkpoint, folder)
-    return kept_shares(run, config.data) if run is not None else None
+    return Preparer(
+        tokenizer=folder.tokenizer if own else None,
+        holdout=kept_shares(run, config.data) if run is not None else None,
+        policy=kept_policy(run) if run is not None else UNKNOWN,
+    )
 
 
 def _resumed(settings: Checkpoint, folder: RunFolder) -> Path | None:
@@ -172,12 +172,12 @@ def note_origin(run: Run, folder: Path) -> Origin | None:
     loaded from. Called by all ranks together."""
     if run.config.checkpoint.type == "full" or not run.config.checkpoint.enable:
         return None
-    if not from_first_rank(any((folder / name).is_file() for name in (INDEX, SINGLE))):
+    if not from_first_rank(is_hf(folder)):
         return None
     mine = {
         name
         for name, parameter in named_parameters(run.model.parts).items()
-        if not parameter.requires_grad and not is_added(run, name)
+        if not parameter.requires_grad and not is_added(run.model.parts, name)
     }
     if new_rows_of(run.config) is not None:  # these then differ from what the folder holds
         mine -= set().union(*map(vocabulary_matrices, run.model.parts))
@@ -189,14 +189,14 @@ def note_origin(run: Run, folder: Path) -> Origin | None:
     return Origin(place, from_first_rank(marks), names)
 
 
-def is_added(run: Run, name: str) -> bool:
+def is_added(parts: Sequence[nn.Module], name: str) -> bool:
     """Whether a transform added the parameter, so that no folder of weights has it."""
-    return any(added_rule(part, name) is not None for part in run.model.parts)
+    return any(added_rule(part, name) is not None for part in parts)
 
 
 def load_weights(run: Run, path: Path) -> None:
     """Loads only weights, from any format that `overland convert` reads."""
-    if any((path / name).is_file() for name in (INDEX, SINGLE)):  # reads only its own slices
+    if is_hf(path):  # reads only its own slices
         for part in run.model.parts:
             load_hf(
                 part,
@@ -217,28 +217,19 @@ def _load_foreign(run: Run, path: Path) -> None:
             f"{path} is not a folder of Hugging Face safetensors, which lora.base = nf4 needs to "
             "load weights in 4 bits: run `overland convert` with `--to hf` first"
         )
-    describe = getattr(run.model_config, "to_hf", None)
-    source = plugin("formats").open_any(path, describe() if describe else None)
+    source = open_foreign(path, run.model_config)
     if run.config.model.sparse is None:
         source = densify(source)
-    weights = source.weights()
-    parameters = named_parameters(run.model.parts)
-    parameters = {n: p for n, p in parameters.items() if not is_added(run, n)}
-    missing = [name for name in parameters if name not in weights]
-    if missing:
-        raise CheckpointError(f"{path} has no {missing[0]}, which this model needs")
+    weights, new_rows = source.weights(), new_rows_of(run.config)
+    parameters = require_weights(path, run.model.parts, weights, new_rows)
     buffers = {n: b for n, b in named_buffers(run.model.parts).items() if n in weights}
-    new_rows = new_rows_of(run.config)
+    for name, buffer in buffers.items():
+        require_shape(path, name, weights[name].shape, tuple(buffer.shape))
     vocabulary: set[str] = set().union(*map(vocabulary_matrices, run.model.parts))
     with torch.no_grad():
         for name, parameter in {**parameters, **buffers}.items():
-            shard, offset, shape = local_part(parameter)
+            shard, offset, _ = local_part(parameter)
             lazy, new = weights[name], new_rows if name in vocabulary else None
-            if lazy.shape != shape and not (new is not None and new.fits(lazy.shape, shape)):
-                raise CheckpointError(
-                    f"{path} has {name} with shape {list(lazy.shape)}, but this model needs "
-                    f"{list(shape)}"
-                )
             if new is not None:
                 shard, whole = shard[: max(0, lazy.shape[0] - offset[0])], shard
             box = tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
@@ -250,6 +241,45 @@ def _load_foreign(run: Run, path: Path) -> None:
                 new.fill(whole, offset[0], lazy.shape[0], read)
         for parameter, copy in tied_copies(run.model.parts):
             copy.copy_(parameter)
+
+
+def is_hf(folder: Path) -> bool:
+    """Whether a folder holds safetensors as Hugging Face writes them."""
+    return any((folder / name).is_file() for name in (INDEX, SINGLE))
+
+
+def open_foreign(path: Path, architecture: Any) -> LazyCheckpoint:
+    """Opens weights in any format that `overland convert` reads."""
+    describe = getattr(architecture, "to_hf", None)
+    opened: LazyCheckpoint = plugin("formats").open_any(path, describe() if describe else None)
+    return opened
+
+
+def require_weights(
+    path: Path,
+    parts: Sequence[nn.Module],
+    weights: Mapping[str, Lazy],
+    new_rows: NewRows | None,
+) -> dict[str, nn.Parameter]:
+    """Returns the parameters that a run loads, all but those that transforms add; raises unless
+    `weights` has each of them, in its shape or, in the vocabulary, without the new rows. The parts
+    may be on the meta device."""
+    parameters = {n: p for n, p in named_parameters(parts).items() if not is_added(parts, n)}
+    vocabulary: set[str] = set().union(*map(vocabulary_matrices, parts))
+    if missing := [name for name in parameters if name not in weights]:
+        raise CheckpointError(f"{path} has no {missing[0]}, which this model needs")
+    for name, parameter in parameters.items():
+        has, needs = tuple(weights[name].shape), tuple(parameter.shape)
+        if new_rows is None or name not in vocabulary or not new_rows.fits(has, needs):
+            require_shape(path, name, has, needs)
+    return parameters
+
+
+def require_shape(path: Path, name: str, has: tuple[int, ...], needs: tuple[int, ...]) -> None:
+    if has != needs:
+        raise CheckpointError(
+            f"{path} has {name} with shape {list(has)}, but this model needs {list(needs)}"
+        )
 
 
 def load_adapter(run: Run, path: Path) -> None:
@@ -264,11 +294,7 @@ def load_adapter(run: Run, path: Path) -> None:
             raise CheckpointError(f"{path} has no {min(mine)}, which this run trains")
         for name, parameter in wanted.items():
             shard, box, shape = _box(parameter)
-            if weights[name].shape != shape:
-                raise CheckpointError(
-                    f"{path} has {name} with shape {list(weights[name].shape)}, but this model "
-                    f"needs {list(shape)}"
-                )
+            require_shape(path, name, weights[name].shape, shape)
             with torch.no_grad():
                 shard.copy_(weights[name].load_slice(box))
         with torch.no_grad():

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -225,60 +225,77 @@ def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -
     run.store.wait_on_device()  # what is still being copied must not change
     state = run_tensors(run, skip_optimizer)
     taken: set[str] = set().union(*all_of(set(state)))
-    if checkpoint.index.kind != "local":
+    if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # start a new one
+        state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
+    is_local = checkpoint.index.kind == "local"
+    if not is_local:
         refuse_unused(checkpoint.path, checkpoint.tensors, taken)
     if not skip_optimizer:
         check_same_optimizer(checkpoint, run.config.optimizer, state)
-    if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # start a new one
-        state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
     rank = run.world.rank
-    local = checkpoint.index.kind == "local"
-    lacks = lambda name: (local_name(name, rank) if local else name) not in checkpoint.tensors
-    missing = [n for name in named_buffers(run.model.parts) if lacks(n := f"model.{name}")]
-    masks = [name for name in state if is_mask(name)]
-    is_dense = bool(masks) and all(map(lacks, masks))
-    unread = {*missing, *(masks if is_dense else ())}
-    state = {name: value for name, value in state.items() if name not in unread}
-    origin = Origin.from_json(checkpoint.run)
-    if origin is not None:
-        load_left_out(run, origin)
-        state = {n: v for n, v in state.items() if n.removeprefix("model.") not in origin.names}
-    if local:
+    chosen = choose_tensors(checkpoint, state, named_buffers(run.model.parts), rank)
+    load_left_out(run, checkpoint)
+    if is_local:
         same_size = checkpoint.index.world_size == run.world.size
         if same_size and checkpoint.run.get("layout") != asdict(run.mesh.degrees):
             raise MismatchError(
                 f"{checkpoint.path} was saved with checkpoint.type = local in another layout: it "
                 f"can only be read by the same number of ranks in the same layout"
             )
-        fill_local(checkpoint, state, rank, run.world.size)
+        fill_local(checkpoint, chosen.tensors, rank, run.world.size)
     else:
-        fill(checkpoint, state)
+        fill(checkpoint, chosen.tensors)
     with torch.no_grad():
         for parameter, copy in tied_copies(run.model.parts):
             copy.copy_(parameter)
             if parameter.requires_grad:
                 run.optimizer.copy_state(parameter, copy)
+    if chosen.renews_masks:
+        renew_masks(run.model.parts)
+    return chosen.notes
+
+
+class Chosen(NamedTuple):
+    """The tensors of a run that a checkpoint fills."""
+
+    tensors: dict[str, Tensor]
+    notes: list[str]
+    renews_masks: bool
+
+
+def choose_tensors(
+    checkpoint: CheckpointReader, state: Mapping[str, Tensor], buffers: Collection[str], rank: int
+) -> Chosen:
+    """Returns the tensors of `state` that a checkpoint fills on a rank, and why others keep their
+    values. They may be on the meta device."""
+    is_local = checkpoint.index.kind == "local"
+    is_saved = lambda n: (local_name(n, rank) if is_local else n) in checkpoint.tensors
+    missing = [n for name in buffers if not is_saved(n := f"model.{name}")]
+    masks = [name for name in state if is_mask(name)]
+    is_dense = bool(masks) and not any(map(is_saved, masks))
+    origin = Origin.from_json(checkpoint.run)
+    unread = {*missing, *(masks if is_dense else ())}
+    unread |= {f"model.{name}" for name in origin.names} if origin is not None else set()
     notes = []
     if is_dense:
-        renew_masks(run.model.parts)
         notes.append("the checkpoint is dense: the masks of model.sparse follow from its weights")
     if missing:
         more = f" and {len(missing) - 1} more buffers" if len(missing) > 1 else ""
         notes.append(f"the checkpoint lacks {missing[0]}{more}, which keep their initial values")
-    return notes
+    tensors = {name: value for name, value in state.items() if name not in unread}
+    return Chosen(tensors, notes, renews_masks=is_dense)
 
 
-def load_left_out(run: Run, origin: Origin) -> None:
+def load_left_out(run: Run, checkpoint: CheckpointReader) -> None:
     """Loads the frozen weights that the checkpoint leaves out. Those that are still frozen need not
     be saved from now on either. Called by all ranks together."""
-    given = run.config.checkpoint.initial_load_path
-    also = [Path(given).expanduser()] if given is not None else []
+    origin = Origin.from_json(checkpoint.run)
+    if origin is None:
+        return
     folder, problem = origin.folder, ""
     if run.world.is_first:
         try:
-            for one in also:
-                origin.check_given(one)
-            folder = origin.find(also)
+            folder = find_left_out(origin, run.config)
         except CheckpointError as error:
             problem = str(error)
     folder, problem = from_first_rank((folder, problem))
@@ -290,6 +307,16 @@ def load_left_out(run: Run, origin: Origin) -> None:
     trained = [n for n, p in named_parameters(run.model.parts).items() if p.requires_grad]
     kept = origin.names - frozenset().union(*all_of(set(trained)))
     run.origin = replace(origin, folder=folder, names=kept) if kept else None
+
+
+def find_left_out(origin: Origin, config: JobConfig, look_only: bool = False) -> Path:
+    """Returns the folder of the weights that a checkpoint leaves out; `look_only` compares only the
+    sizes of its files."""
+    given = config.checkpoint.initial_load_path
+    if given is None:
+        return origin.find(look_only=look_only)
+    origin.check_given(Path(given).expanduser())
+    return origin.find([Path(given).expanduser()], look_only)
 
 
 def check_same_optimizer(

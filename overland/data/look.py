@@ -1,0 +1,129 @@
+"""Opens sources as a run does, but reads only their beginnings and writes nothing: this is how
+`overland check` and `overland submit` find what a run would refuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from overland.config.schema import DataSource, JobConfig
+from overland.data.arrays import Arrays
+from overland.data.corpora import (
+    AnyCorpus,
+    Preparer,
+    check_vocabulary,
+    named_by_keys,
+    open_named_corpus,
+    shard_documents,
+)
+from overland.data.holdout import check_countable
+from overland.data.layout import count_shards, sketch
+from overland.data.registry import find_built, is_made, is_validation, open_wanted
+from overland.data.shard_maker import ShardMaker
+from overland.data.sources import Source
+from overland.data.sources.array_list import ArrayList
+from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
+from overland.words import any_of, counted_words
+
+FEW_DOCUMENTS = 1000
+FEW_CHARACTERS = 4 << 20
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """Stands in for the tokenizer that the run will train: one token per byte."""
+
+    vocab_size: int
+    bos_id: int | None = None
+    eos_id: int = 0
+    add_bos: bool = False
+    add_eos: bool = True
+    fingerprint: str = ""
+
+    def encode_documents(self, texts: list[str]) -> list[Any]:
+        return [np.frombuffer(text.encode() + b"\0", np.uint8) for text in texts]
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A source, and what is known about it from its first documents."""
+
+    source: Source
+    arrays: Arrays | None
+    documents: int | None = None
+    """Their number, if these are all."""
+    kind: str = "arrays"
+
+
+def look_at(
+    table: str,
+    name: str,
+    wanted: DataSource,
+    config: JobConfig,
+    tokenizer: Tokenizer | Untrained | None,
+    vocab_size: int | None,
+    preparer: Preparer,
+) -> AnyCorpus | Beginning:
+    """Does what `open_named_corpus` does, except that a streamed source is not laid out."""
+    if is_made(name, wanted) or find_built(name, wanted, config.data):
+        return open_named_corpus(table, name, wanted, config, None, vocab_size, preparer)
+    source = open_wanted(config, table, name, wanted)
+    if isinstance(source, ArrayList):
+        batch = max(config.training.global_batch_size, config.training.local_batch_size)
+        source.fill(0, np.empty(source.shape, source.dtype_of_all))
+        if len(source) < batch and not is_validation(table):
+            preparer.report(
+                f"note: {name} has {len(source):,} images, less than a batch of {batch:,}"
+            )
+        return Beginning(source, Arrays.declared(name, source.fields))
+    return _beginning(table, name, source, config, tokenizer, vocab_size, preparer)
+
+
+def _beginning(
+    table: str,
+    name: str,
+    source: Source,
+    config: JobConfig,
+    tokenizer: Tokenizer | Untrained | None,
+    vocab_size: int | None,
+    preparer: Preparer,
+) -> Beginning:
+    """Tokenizes the first documents."""
+    data, training = config.data, config.training
+    for note in getattr(source, "notes", ()):
+        preparer.report(f"note: {name}: {note}")
+    any_tokenizer: Any = tokenizer
+    with named_by_keys():
+        skip_bad = data.bad_documents == "skip"
+        layout = sketch(name, source, any_tokenizer, skip_bad=skip_bad, vocab_size=vocab_size)
+    check_vocabulary(name, layout.vocab_size, vocab_size)
+    is_trained = isinstance(tokenizer, Untrained) and config.model.hf_assets_path is None
+    if layout.kind == "text" and is_trained and data.add_bos:
+        raise DataError(
+            "a tokenizer that is trained here has no beginning-of-document token; turn "
+            "data.add_bos off"
+        )
+    maker = ShardMaker(layout, source, any_tokenizer)
+    documents, tokens, is_all = maker.try_out(FEW_DOCUMENTS, FEW_CHARACTERS)
+    counted = counted_words(maker.counts())
+    if not tokens:
+        what = ", ".join([f"it holds no {layout.unit}", *counted])
+        raise DataError(f"{layout.source} is empty: {what}")
+    if counted:
+        of_these = any_of(counted, "and")
+        preparer.report(f"note: {name}: of the first {documents:,} documents, {of_these}")
+    is_number = data.holdout and not isinstance(data.holdout, float)
+    if is_number and preparer.holdout is None and not is_validation(table):
+        num_shards = count_shards(source, shard_documents(data))
+        check_countable(int(data.holdout), name, num_shards, is_built=False)
+    batch = max(training.global_batch_size, training.local_batch_size)
+    batch *= training.seq_len if layout.arrays is None else 1
+    if is_all and tokens < batch:
+        more = "at most " if layout.kind == "text" and isinstance(tokenizer, Untrained) else ""
+        preparer.report(
+            f"note: {name} has {more}{tokens:,} {layout.unit}, less than a batch of {batch:,}"
+        )
+    return Beginning(source, layout.arrays, documents if is_all else None, layout.kind)
