@@ -32,6 +32,7 @@ from overland.config.derived import (
     optimizer_settings,
     resolve_degrees,
     resolve_dtype,
+    rows_per_step,
 )
 from overland.config.schema import JobConfig
 from overland.data import registry
@@ -113,9 +114,7 @@ def fake_steps(
 
 def num_microbatches(config: JobConfig, degrees: Degrees) -> int:
     """Returns the number of micro-batches of a pipeline in a step."""
-    rows = config.training.local_batch_size
-    if config.training.global_batch_size != -1:
-        rows = config.training.global_batch_size // degrees.dp
+    rows = rows_per_step(config.training, degrees.dp) // degrees.dp
     return max(1, rows // config.parallelism.pipeline_parallel_microbatch_size)
 
 

@@ -9,12 +9,12 @@ from math import lcm, prod
 from overland.config.derived import STAGES_PER_RANK, TURNING, smallest_world
 from overland.config.errors import Problem
 from overland.config.load import Loaded
-from overland.config.schema import JobConfig
+from overland.config.schema import JobConfig, Parallelism
 from overland.data.plan import LENGTH_STEP
 from overland.errors import ModelError
 from overland.models.flops import outline_of, stage_costs
 from overland.models.registry import model_config
-from overland.parallel.plans import plan_for
+from overland.parallel.plans import plan_for, without_plan
 from overland.words import any_of
 
 # Short names for the sentence, in the order of the mesh (slowest axis first).
@@ -46,24 +46,19 @@ def check_degrees(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
 def check_splits(loaded: Loaded) -> Iterator[Problem]:
     """Checks that every axis divides the model evenly."""
     layout = loaded.config.parallelism
-    tp, cp, pp = (
-        layout.tensor_parallel_degree,
-        layout.context_parallel_degree,
-        layout.pipeline_parallel_degree,
-    )
+    tp, cp = layout.tensor_parallel_degree, layout.context_parallel_degree
+    pp = layout.pipeline_parallel_degree
     try:
         model = model_config(loaded.config.model)
     except (ModelError, OSError):
         return
     if max(tp, cp, pp) == 1:
         return
+    for axis, degree in without_plan(model, tp=tp, cp=cp).items():
+        message = f"{loaded.config.model.name} has no parallel plan for it (docs/extending.md)"
+        yield _unfit(loaded, {"tp": "tensor", "cp": "context"}[axis], degree, message)
     plan = plan_for(model)
-    for axis, name, degree in (("tp", "tensor", tp), ("cp", "context", cp)):
-        if degree > 1 and (plan is None or axis not in plan.axes):
-            message = f"{loaded.config.model.name} has no parallel plan for it (docs/extending.md)"
-            yield _unfit(loaded, name, degree, message)
-    uneven = plan.uneven(model, tp) if plan is not None else []
-    if uneven:
+    if plan is not None and (uneven := plan.uneven(model, tp)):
         yield _unfit(loaded, "tensor", tp, f"does not divide {any_of(uneven, 'and')}")
     if pp == 1:
         return
@@ -86,17 +81,15 @@ def check_lengths(loaded: Loaded) -> Iterator[Problem]:
     """Checks that rows are split evenly, in training and in validation. A context rank would drop
     the remaining tokens, and a pipeline takes rows of one length only."""
     layout = loaded.config.parallelism
-    tp, cp = layout.tensor_parallel_degree, layout.context_parallel_degree
+    pieces = pieces_of_row(layout)
     lengths = {"training.seq_len": loaded.config.training.seq_len}
     validation = loaded.config.validation
     if validation.enable and validation.seq_len is not None:
         lengths["validation.seq_len"] = validation.seq_len
-    # Context parallelism splits a row into 2·cp pieces, tensor parallelism a rank's part into tp.
-    pieces = lcm(2 * cp, cp * tp) if cp > 1 else tp
     for key, length in lengths.items():
         if length % pieces:
-            degrees = [f"{axis}_parallel_degree = {n}" for axis, n in
-                       (("context", cp), ("tensor", tp)) if n > 1]  # fmt: skip
+            names = ("context_parallel_degree", "tensor_parallel_degree")
+            degrees = [f"{name} = {n}" for name in names if (n := getattr(layout, name)) > 1]
             nearest = max(1, round(length / pieces)) * pieces
             message = (
                 f"with {any_of(degrees, 'and')} it must be a multiple of {pieces}; the nearest is "
@@ -111,14 +104,19 @@ def check_lengths(loaded: Loaded) -> Iterator[Problem]:
             yield Problem(message, loaded.where(key), key, length)
 
 
+def pieces_of_row(layout: Parallelism) -> int:
+    """Returns the number of equal pieces that rows are split into: context parallelism splits a row
+    into 2·cp, tensor parallelism a rank's part of it into tp."""
+    tp, cp = layout.tensor_parallel_degree, layout.context_parallel_degree
+    return lcm(2 * cp, cp * tp) if cp > 1 else tp
+
+
 def check_grouping(loaded: Loaded) -> Iterator[Problem]:
     """Checks that batches cut to their longest row can be split like any other."""
     data, layout, key = loaded.config.data, loaded.config.parallelism, "data.group_by_length"
     if not data.group_by_length:
         return
-    tp, cp = layout.tensor_parallel_degree, layout.context_parallel_degree
-    pieces = lcm(2 * cp, cp * tp) if cp > 1 else tp
-    message = ""
+    pieces, message = pieces_of_row(layout), ""
     if data.packing not in ("trunc", "overflow"):
         message = f'data.packing = "{data.packing}" leaves no padding to save; set it to "trunc"'
     elif layout.pipeline_parallel_degree > 1:

@@ -190,7 +190,7 @@ def devices_here(loaded: Loaded) -> tuple[int, str, list[str]]:
 
 def run_lines(config: JobConfig, world_size: int, devices: str) -> dict[str, str]:
     """Returns the lines that `overland train` would print first."""
-    from overland.config.derived import resolve_degrees
+    from overland.config.derived import resolve_degrees, rows_per_step
     from overland.models.registry import model_config
     from overland.training.opening import (
         batch_in_words,
@@ -198,13 +198,12 @@ def run_lines(config: JobConfig, world_size: int, devices: str) -> dict[str, str
         layout_in_words,
         model_in_words,
         precision_in_words,
-        rows_per_step,
     )
     from overland.training.schedule import known_steps
 
     degrees = resolve_degrees(config.parallelism, world_size)
     architecture = model_config(config.model)
-    rows = rows_per_step(config, degrees)
+    rows = rows_per_step(config.training, degrees.dp)
     batch = batch_in_words(config, degrees, architecture, known_steps(config, rows))
     passes = rows // (config.training.local_batch_size * degrees.dp)
     return {
@@ -345,7 +344,7 @@ def lack_of_memory(config: JobConfig, world_size: int) -> list[str]:
 
 
 def describe_run(config: JobConfig, world_size: int) -> dict[str, Any]:
-    from overland.config.derived import resolve_degrees
+    from overland.config.derived import resolve_degrees, rows_per_step
     from overland.models.flops import (
         causal_flops_per_token,
         count_parameters,
@@ -360,7 +359,7 @@ def describe_run(config: JobConfig, world_size: int) -> dict[str, Any]:
     degrees = resolve_degrees(config.parallelism, world_size)
     architecture = model_config(config.model)
     per_pass = training.local_batch_size * degrees.dp
-    rows = per_pass if training.global_batch_size == -1 else training.global_batch_size
+    rows = rows_per_step(training, degrees.dp)
     steps = known_steps(config, rows)
     measure = measure_of(architecture, training.seq_len, config.lora, config.model.freeze)
     unit = measure.unit

@@ -108,6 +108,12 @@ def _reshards(p: Parallelism) -> bool:
     return p.fsdp_reshard_after_forward == "always"
 
 
+def rows_per_step(training: Training, dp: int) -> int:
+    """Returns the size of the global batch with `dp` data-parallel ranks."""
+    size = training.global_batch_size
+    return training.local_batch_size * dp if size == -1 else size
+
+
 def resolve_dtype(training: Training, device_type: str) -> Training:
     """Returns the section with `auto` resolved. On a CPU without bfloat16 instructions, bfloat16
     was 200 times slower than float32."""

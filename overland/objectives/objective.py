@@ -45,6 +45,8 @@ class Objective:
     """Whether the loss compares rows of the whole global batch (see gathered.py)."""
     has_passes = False
     """Whether the current step runs the `passes`."""
+    is_precomputed = False
+    """Whether the model that a run starts from computes a field for every row before training."""
     keeps_start = False
     """Whether `start` is called with the weights that a run starts from."""
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 
-from overland.config.derived import Degrees
+from overland.config.derived import Degrees, rows_per_step
 from overland.config.schema import Compile, JobConfig
 from overland.errors import ModelError
 from overland.models.float8 import Float8
@@ -50,7 +50,7 @@ from overland.parallel.cuda_graphs import Replayed
 from overland.parallel.mesh import Mesh
 from overland.parallel.micro_batches import Whole
 from overland.parallel.pipeline import Pipeline, deal_blocks, keep_stage, stages_of_rank
-from overland.parallel.plans import ParallelPlan, plan_for
+from overland.parallel.plans import ParallelPlan, plan_for, without_plan
 from overland.parallel.sharding import is_single, shard
 
 ParallelModel = Whole | Pipeline
@@ -161,12 +161,11 @@ def transforms_for(config: JobConfig) -> list[Transform]:
 def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) -> None:
     """Raises if a model cannot be split over the given degrees."""
     name, plan = type(model).__name__, plan_for(architecture)
-    for axis in ("tp", "cp"):
-        if getattr(degrees, axis) > 1 and (plan is None or axis not in plan.axes):
-            raise ModelError(
-                f"{name} has no plan for {axis} = {getattr(degrees, axis)} (register_plan, see "
-                "docs/extending.md); it can be sharded and replicated"
-            )
+    for axis, degree in without_plan(architecture, tp=degrees.tp, cp=degrees.cp).items():
+        raise ModelError(
+            f"{name} has no plan for {axis} = {degree} (register_plan, see docs/extending.md); it "
+            "can be sharded and replicated"
+        )
     if plan is not None and degrees.tp * degrees.cp > 1:
         plan.check(model, degrees)
     if degrees.cp > 1 and any(isinstance(one, InnerLoss) for one in model.modules()):
@@ -239,8 +238,7 @@ def require_no_hand_ties(model: nn.Module) -> None:
 def require_no_batch_norm(model: nn.Module, config: JobConfig, degrees: Degrees) -> None:
     """Raises if a module normalizes over the rows of a pass, and a batch has others too."""
     training, parallelism = config.training, config.parallelism
-    rows = training.global_batch_size
-    rows = training.local_batch_size * degrees.dp if rows == -1 else rows
+    rows = rows_per_step(training, degrees.dp)
     is_piped = degrees.pp > 1
     together = training.local_batch_size
     together = parallelism.pipeline_parallel_microbatch_size if is_piped else together

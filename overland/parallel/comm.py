@@ -15,7 +15,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from overland.config.schema import Comm
-from overland.parallel.mesh import Mesh
+from overland.errors import FromFirstRank
+from overland.parallel.mesh import SHARDS, Mesh
 from overland.world import World
 from overland.world.devices import device_identity, device_memory
 from overland.world.exchange import all_gather, broadcast, greet, part
@@ -119,6 +120,22 @@ def from_first_rank(value: T, source: int = 0) -> T:
     return broadcast(value, source)
 
 
+def once_for_all(make: Callable[[], T]) -> T:
+    """Calls `make` on rank 0 only, and returns its result, or raises its error, on every rank."""
+    value, problem = None, None
+    if dist.get_rank() == 0:
+        try:
+            value = make()
+        except Exception as error:
+            problem = error
+    value, words = from_first_rank((value, str(problem) if problem else ""))
+    if problem is not None:
+        raise problem
+    if words:
+        raise FromFirstRank(words)
+    return value  # type: ignore[return-value]
+
+
 def all_of(value: T) -> list[T]:
     """Returns the values of all ranks, in rank order, on every rank."""
     return all_gather(value)
@@ -141,6 +158,13 @@ def sum_over(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
 def total_sums(sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Sums over the ranks that hold different tokens; the result is known on every stage."""
     return sum_over(sum_over(sums, mesh.token_group), mesh.axis("pp").get_group())
+
+
+def sum_of_model(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Sums over the ranks that hold different parts of the model, in place."""
+    for axis in (*SHARDS, "pp"):
+        sum_over(value, mesh.parameters.get_group(axis))
+    return value
 
 
 def sum_with_own_gradient(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -35,6 +35,10 @@ CUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "tokens": {"pp": ("pp",), "dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "tp": ("tp",)},
     "sums": {"pp": ("pp",), "dp_cp": ("dp_replicate", "dp_shard", "cp"), "tp": ("tp",)},
 }
+REPLICAS = ("dp_replicate",)
+"""Parts of `parameters` along which ranks hold the same."""
+SHARDS = tuple(part for part in CUTS["parameters"] if part not in (*REPLICAS, "pp"))
+"""Parts of `parameters` along which ranks may hold different pieces of a parameter."""
 
 
 @dataclass(frozen=True)

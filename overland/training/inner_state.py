@@ -1,4 +1,5 @@
-"""Losses, statistics and state inside the model (see models/inner.py), over all ranks."""
+"""Losses, statistics and state inside the model (see models/inner.py), and the sparsity of its
+weights (see models/sparse.py), over all ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from overland.models.init import plain_name
 from overland.models.inner import InnerLoss, Statistic
-from overland.parallel.comm import sum_over, total_sums
+from overland.models.sparse import SparseLinear
+from overland.models.structure import blocks_of
+from overland.parallel.comm import sum_of_model, sum_over, total_sums
 from overland.parallel.mesh import Mesh
 from overland.world.exchange import all_gather
 
@@ -37,7 +41,7 @@ class InnerState:
             for inside in one.modules()
             if isinstance(inside, Statistic) and not isinstance(inside, InnerLoss)
         }
-        self._names = self._names_of_all_stages()
+        self._names = sorted(of_all_stages([loss.name for loss in self._losses], mesh))
 
     def begin_step(self, scale: Tensor) -> None:
         """Resets what a step accumulates; `scale` is the loss scale divided by the number of rows
@@ -71,8 +75,44 @@ class InnerState:
         means = total_sums(sums, self._mesh) / num_rows
         return dict(zip(self._names, means.tolist(), strict=True))
 
-    def _names_of_all_stages(self) -> list[str]:
-        mine = sorted({loss.name for loss in self._losses})
-        if self._mesh.degrees.pp == 1:
-            return mine
-        return sorted(set().union(*all_gather(mine, self._mesh.axis("pp").get_group())))
+
+class Sparsity:
+    """The share of weights that are zero, over all sparse layers and per block."""
+
+    NAME = "train/sparsity"
+
+    def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._layers = {
+            plain_name(name): layers
+            for part in parts
+            for name, block in blocks_of(part).items()
+            if (layers := [one for one in block.modules() if isinstance(one, SparseLinear)])
+        }
+        self._names = of_all_stages(list(self._layers), mesh)
+
+    @torch.no_grad()
+    def logged(self) -> dict[str, float]:
+        """Returns the shares by name. Called by all ranks together."""
+        if not self._names:
+            return {}
+        device = torch.device(self._mesh.device_type)
+        counts_N2 = torch.zeros(len(self._names), 2, dtype=torch.int64, device=device)
+        for name, layers in self._layers.items():
+            counts_N2[self._names.index(name)] = sum(layer.num_unused() for layer in layers)
+        sum_of_model(counts_N2, self._mesh)
+        shares_N = (counts_N2[:, 0] / counts_N2[:, 1]).tolist()
+        unused, total = counts_N2.sum(0).tolist()
+        blocks = zip(self._names, shares_N, strict=True)
+        return {
+            self.NAME: unused / total,
+            **{f"{self.NAME}/{name}": share for name, share in blocks},
+        }
+
+
+def of_all_stages(names: list[str], mesh: Mesh) -> list[str]:
+    """Returns the names that any stage of a pipeline has, each once, in the order of the stages."""
+    found = [names]
+    if mesh.degrees.pp > 1:
+        found = all_gather(names, mesh.axis("pp").get_group())
+    return list(dict.fromkeys(name for of_stage in found for name in of_stage))

@@ -184,8 +184,9 @@ def _train(
     """Returns how far the run got and, on the first rank, the closing summary."""
     from overland.training.build import build_run
     from overland.training.closing import closing
-    from overland.training.loop import check_last_save, conclude
+    from overland.training.loop import conclude
     from overland.training.loop import train as train_loop
+    from overland.training.saving import check_last_save
 
     beat = screen.beat
     beat.enter(Phase.BUILDING)

@@ -20,7 +20,7 @@ from math import ceil, prod
 from operator import mul
 from typing import Any
 
-from overland.config.derived import STAGES_PER_RANK, Degrees
+from overland.config.derived import STAGES_PER_RANK, Degrees, rows_per_step
 from overland.config.schema import JobConfig
 from overland.models.flops import (
     Shapes,
@@ -189,7 +189,4 @@ def _accumulates(config: JobConfig, degrees: Degrees) -> bool:
 
 
 def _rows_of_rank(config: JobConfig, degrees: Degrees) -> float:
-    training = config.training
-    if training.global_batch_size == -1:
-        return training.local_batch_size
-    return training.global_batch_size / degrees.dp
+    return rows_per_step(config.training, degrees.dp) / degrees.dp

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from overland.checkpoint.folder import committed
-from overland.config.derived import Degrees
+from overland.config.derived import Degrees, rows_per_step
 from overland.config.schema import JobConfig
 from overland.data.registry import held_out_sources, sources_of, validates_on_holdout
 from overland.models.flops import measure_of
@@ -62,7 +62,7 @@ def batch_in_words(
     """Returns the size of a step and the length of the run. `steps` is the number of steps that
     the epochs come to, if it is known already."""
     training = config.training
-    rows = rows_per_step(config, degrees)
+    rows = rows_per_step(training, degrees.dp)
     measure = measure_of(architecture, training.seq_len, config.lora, config.model.freeze)
     batch = f"{rows:,} samples"
     if measure.unit == "tokens":
@@ -76,13 +76,6 @@ def batch_in_words(
         total = f"{rows * measure.per_row * steps:,} {measure.unit}"
         length.append(f"{number_of(steps, 'step')} ({total})")
     return f"{batch} per step; {' = '.join(length)}"
-
-
-def rows_per_step(config: JobConfig, degrees: Degrees) -> int:
-    training = config.training
-    if training.global_batch_size == -1:
-        return training.local_batch_size * degrees.dp
-    return training.global_batch_size
 
 
 def layout_in_words(degrees: Degrees) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from overland.config.derived import Degrees
+from overland.config.derived import Degrees, rows_per_step
 from overland.config.schema import NO_DESCRIPTION, ActivationCheckpoint, JobConfig, Optimizer
 from overland.files import replace_file
 from overland.models.flops import count_parameters, measure_of, trained_parameters
@@ -25,8 +25,7 @@ def readme(
     config: JobConfig, world: World, degrees: Degrees, model_config: Any, folder: RunFolder
 ) -> str:
     training, data = config.training, config.data
-    rows = training.global_batch_size
-    rows = training.local_batch_size * degrees.dp if rows == -1 else rows
+    rows = rows_per_step(training, degrees.dp)
     accumulation = rows // (training.local_batch_size * degrees.dp)
     run = folder.root
     keep = config.checkpoint.keep_latest_k

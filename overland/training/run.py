@@ -24,9 +24,8 @@ from overland.parallel.mesh import Mesh
 from overland.run_folder import RunFolder
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.history import Record
-from overland.training.inner_state import InnerState
+from overland.training.inner_state import InnerState, Sparsity
 from overland.training.screen import Screen
-from overland.training.sparsity import Sparsity
 from overland.world import World
 from overland.world.heartbeat import Heartbeat
 
@@ -64,7 +63,7 @@ class Precomputed(Protocol):
     def added_to(self, batch: Batch) -> Batch: ...
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
     config: JobConfig
     world: World

@@ -22,7 +22,7 @@ from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import ParallelModel
 from overland.parallel.comm import from_first_rank, sum_over, total_sums
 from overland.parallel.context import share_of_rows
-from overland.parallel.mesh import Mesh
+from overland.parallel.mesh import SHARDS, Mesh
 from overland.parallel.sharding import reshard, shard_of
 from overland.training.health import SpikeGuard
 from overland.training.schedule import learning_rate
@@ -117,7 +117,8 @@ def gradient_norm(optimizer: Optimizer, model: ParallelModel, mesh: Mesh) -> Ten
             axes = sharded_axes(parameter.grad)
             groups.setdefault(axes, []).append(shard_of(parameter.grad))
     squares = {axes: sum_of_squares(gradients) for axes, gradients in groups.items()}
-    for axis in ("fsdp", "tp"):
+    assert {axis for axes in squares for axis in axes} <= {*SHARDS}, "unknown axis of a gradient"
+    for axis in SHARDS:
         together = [axes for axes in squares if axis in axes]
         if together and mesh.parameters[axis].size() > 1:
             summed = torch.stack([squares[axes] for axes in together])

@@ -1,7 +1,11 @@
 """How each axis cuts what it cuts."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from overland.config.derived import DegreeError, resolve_degrees
@@ -12,6 +16,7 @@ from overland.models.registry import build_model
 from overland.parallel.apply import compile_blocks
 from overland.parallel.context import in_row_order, places_of_rank
 from overland.parallel.pipeline import deal_blocks, stages_of_rank
+from overland.training.step import gradient_norm
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -96,3 +101,17 @@ def test_blocks_are_compiled_for_more_shapes_than_torch_allows_by_itself() -> No
     compile_blocks(model, Compile(enable=True, backend="eager"))
     for length in range(2, 12):
         model(torch.zeros(1, length, dtype=torch.int64, device="meta"))
+
+
+def test_a_gradient_over_an_axis_that_no_sum_knows_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new axis must be added to the mesh's lists; its norm would otherwise be of one rank."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer: Any = SimpleNamespace(parameters=[parameter])
+    model: Any = SimpleNamespace(counted_once=lambda parameter: True)
+    mesh: Any = None
+    monkeypatch.setattr("overland.training.step.sharded_axes", lambda gradient: ("experts",))
+    with pytest.raises(AssertionError, match="unknown axis"):
+        gradient_norm(optimizer, model, mesh)

@@ -19,10 +19,11 @@ from overland.cli.main import app
 from overland.config.derived import resolve_degrees
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
+from overland.errors import FromFirstRank
 from overland.models import ModelError, registry
 from overland.models.flops import count_parameters
 from overland.parallel import plans
-from overland.training.build import FromFirstRank, build_run
+from overland.training.build import build_run
 from overland.world import World
 from tests.jobs import losses_and_norms, tiny_job
 from tests.seams import own_network

@@ -26,9 +26,10 @@ from overland.training.health import (
     LossScaler,
     SpikeGuard,
 )
-from overland.training.loop import check_last_save, train
+from overland.training.loop import train
 from overland.training.resume import resume_newest
 from overland.training.run import Run
+from overland.training.saving import check_last_save
 from overland.training.state import run_facts, saved_state
 from overland.world import World
 from tests.jobs import Recorder, losses, run_job, tiny_job

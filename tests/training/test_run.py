@@ -14,7 +14,8 @@ from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.errors import sentence
 from overland.files import DISK
-from overland.training.build import build_run, keep_tokenizer
+from overland.training.build import build_run
+from overland.training.describe import keep_tokenizer
 from overland.training.export import export_hf
 from overland.training.loop import train
 from overland.world import World

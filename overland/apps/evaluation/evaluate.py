@@ -43,10 +43,9 @@ from overland.data.corpora import Preparer
 from overland.data.holdout import kept_shares
 from overland.data.tokenizer_choice import kept_policy
 from overland.errors import DataError, ModelError, OutOfMemoryError
-from overland.parallel.comm import all_of
+from overland.parallel.comm import all_of, once_for_all
 from overland.progress import progress_bar
 from overland.run_folder import TOKENIZER
-from overland.training.build import once_for_all
 from overland.training.out_of_memory import is_out_of_memory
 from overland.world import World
 

@@ -55,6 +55,13 @@ def plan_for(config: Any) -> ParallelPlan | None:
     return None
 
 
+def without_plan(config: Any, **degrees: int) -> dict[str, int]:
+    """Returns the degrees, by axis, that need a plan which a model of this config does not have."""
+    plan = plan_for(config)
+    axes = plan.axes if plan is not None else ()
+    return {axis: n for axis, n in degrees.items() if n > 1 and axis not in axes}
+
+
 def _decoder() -> ParallelPlan:
     from overland.parallel.plans.decoder import DecoderPlan
 

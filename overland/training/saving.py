@@ -1,0 +1,190 @@
+"""When a run saves, what it does about a save that fails, and what follows each one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from overland.checkpoint.adapters import follow
+from overland.checkpoint.folder import committed
+from overland.checkpoint.links import follow_links
+from overland.checkpoint.snapshot import tensors_in_words
+from overland.checkpoint.store import Outcome
+from overland.errors import CheckpointError, NotSavedError, TrainingError, sentence
+from overland.files import Moved, ignore
+from overland.parallel.comm import from_first_rank
+from overland.training.callbacks import Record
+from overland.training.ledger_writer import LedgerWriter
+from overland.training.run import Run
+from overland.training.state import save_run, saved_state
+from overland.training.stop import RETRY_AFTER_SIGNAL_SECONDS, Clock, StopRequest, Wish
+from overland.world.heartbeat import Phase
+
+RETRY_SECONDS = 20.0  # between two attempts of the last save
+LOOK_SECONDS = 0.5  # for signals meanwhile
+
+
+def prepare_saves(run: Run, report: Callable[[str], None]) -> None:
+    """Lets rank 0 write what belongs next to each checkpoint, also what an earlier session was
+    killed before writing: adapters in PEFT's format, links named by time."""
+
+    def adapters(newest: Path | None = None, moved: Moved = ignore) -> None:
+        in_fallback = run.store.folder == run.folder.fallback
+        root = run.store.folder if in_fallback else run.folder.root
+        follow(root, run.store.folder, newest, run.store.disk, moved)
+
+    def links(newest: Path | None = None, moved: Moved = ignore) -> None:
+        follow_links(run.folder.root, run.store.folder, run.store.disk)
+
+    wanted = {
+        adapters: run.config.lora.save_as_peft,
+        links: run.config.checkpoint.link_by_time,
+    }
+    for write in (write for write, is_wanted in wanted.items() if is_wanted and run.world.is_first):
+        run.store.then.append(write)
+        try:
+            write()
+        except (CheckpointError, OSError) as error:
+            report(f"note: {sentence(error)}")
+    run.store.prepare(saved_state(run))
+    for note in run.store.notes:
+        report(f"note: {note}")
+
+
+def save_while_training(
+    run: Run, ledger: LedgerWriter, clock: Clock | None, wish: Wish, held_out: Record | None
+) -> None:
+    run.beat.enter(Phase.SAVING)
+    is_usual = is_due(run.progress.step, run.config.checkpoint.interval, run.config.training.steps)
+    preempt = wish.stops or (is_preempt_due(run) and not is_usual)
+    save(run, ledger, preempt, held_out.get("validation_loss") if held_out else None)
+    if clock is not None:
+        clock.saving()
+
+
+def save(
+    run: Run,
+    ledger: LedgerWriter,
+    preempt: bool = False,
+    validation_loss: float | None = None,
+    in_fallback: bool = False,
+) -> None:
+    """Starts a save once the ledger is on disk: no checkpoint is newer than its ledger."""
+    if problem := ledger.sync(or_elsewhere=in_fallback):
+        run.store.give_up(run.progress.step, problem, preempt)
+    else:
+        save_run(run, preempt, validation_loss)
+
+
+def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:
+    settings, progress = run.config.checkpoint, run.progress
+    loss = held_out.get("validation_loss") if held_out is not None else None
+    is_best = False
+    if loss is not None and settings.keep_best:  # rank 0 decides: others may differ in the last bit
+        is_best = from_first_rank(loss <= progress.best_validation_loss)
+    if progress.step == run.saved_step and not wish.stops:  # the run was rewound to this step
+        return False
+    due = is_due(progress.step, settings.interval, run.config.training.steps)
+    return due or is_best or wish is not Wish.NOTHING or is_preempt_due(run)
+
+
+def is_preempt_due(run: Run) -> bool:
+    every = run.config.checkpoint.preempt_interval
+    return every is not None and run.progress.step % every == 0
+
+
+def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None:
+    """Reports finished saves. A failed save does not end the run, since the next one may succeed; a
+    state that is not finite does."""
+    for outcome in outcomes:
+        if outcome.error:
+            run.call("on_message", f"{outcome.path} was not saved: {outcome.error}")
+        elif outcome.not_finite:
+            what = tensors_in_words(list(outcome.not_finite))
+            run.call(
+                "on_message", f"NOT FINITE: {what}; kept as {outcome.path}, which is never resumed"
+            )
+            if clock is not None:
+                clock.gives_up = True
+        else:
+            run.call("on_save", outcome)
+        if outcome.note:
+            run.call("on_message", outcome.note)
+        if clock is not None:
+            clock.saved(outcome.seconds)
+
+
+def retry_final_save(
+    run: Run, ledger: LedgerWriter, clock: Clock | None, stop: StopRequest, preempt: bool
+) -> None:
+    """Waits for the last save. If it fails in a way that may pass, such as a full disk, it is
+    retried until the job is about to end, for a few seconds after a signal, or until the next
+    signal; and then in `checkpoint.fallback_folder`."""
+    asked = stop.num_ends
+    report_saves(run, run.store.finish(), clock)
+    # A supervisor sends SIGTERM well before the end of a job, and kills what takes too long.
+    is_urgent = stop.any_rank(asked > 0) and not run.beat.is_supervised
+    seconds = from_first_rank(clock.seconds_for_retries(is_urgent) if clock is not None else 0.0)
+    deadline = time.monotonic() + seconds
+    pause = RETRY_AFTER_SIGNAL_SECONDS / 2.5 if is_urgent else RETRY_SECONDS
+    while (last := run.store.last) is not None and last.error and last.may_pass:
+        if not from_first_rank(time.monotonic() + pause < deadline):
+            break
+        left = deadline - time.monotonic()
+        words = f"retrying the save for {left:.0f} s; free some disk space"
+        run.call("on_message", words + ", or end it with SIGTERM" * (not is_urgent))
+        if is_told_to_end(stop, asked, pause):
+            run.call("on_message", "received a signal: the save is not retried")
+            break
+        save(run, ledger, preempt)
+        report_saves(run, run.store.finish(), clock)
+    fallback = run.folder.fallback
+    if last is not None and last.error and fallback is not None:
+        run.call("on_message", f"saving in checkpoint.fallback_folder instead: {fallback}")
+        run.store.folder = fallback
+        save(run, ledger, preempt, in_fallback=True)
+        report_saves(run, run.store.finish(), clock)
+
+
+def is_told_to_end(stop: StopRequest, asked: int, seconds: float) -> bool:
+    """Waits; returns early and True if any rank is told to end once more."""
+    until = time.monotonic() + seconds
+    while not stop.any_rank(stop.num_ends > asked):
+        if from_first_rank(time.monotonic() >= until):
+            return False
+        time.sleep(min(LOOK_SECONDS, seconds))
+    return True
+
+
+def check_last_save(run: Run) -> None:
+    """Raises if the newest save cannot be resumed."""
+    last = run.store.last
+    if last is None:
+        return
+    if last.error:
+        kept = committed(run.folder.checkpoints)
+        stands = "there is no earlier checkpoint"
+        if kept:
+            stands = f"the newest checkpoint is {kept[-1]}, and the same command resumes it"
+        raise NotSavedError(
+            f"the last save failed, so there is no {last.path}: {last.error}; {stands}"
+        )
+    if last.not_finite:
+        good = committed(run.store.folder)
+        names = tensors_in_words(list(last.not_finite))
+        raise TrainingError(
+            f"the state is no longer finite ({names}), and training cannot recover from that. It "
+            f"is kept as {last.path}, which is never resumed. "
+            + (
+                f"The newest good checkpoint is {good[-1]}: resume from it with the same command "
+                f"and a lower optimizer.lr or training.max_norm"
+                if good
+                else "There is no good checkpoint: start again with a lower optimizer.lr or "
+                "training.max_norm, and checkpoint.interval"
+            )
+        )
+
+
+def is_due(step: int, every: int, last: int, first: bool = False) -> bool:
+    return step % every == 0 or step == last or (first and step == 1)
