@@ -242,9 +242,19 @@ def stage_class() -> type[PipelineStage]:
     from torch.distributed.pipelining import PipelineStage
 
     class Stage(PipelineStage):
-        """A stage that can also run forward only if the next stage is on the same rank, as in
-        schedules that turn back: there torch passes gradients on even if none were computed, and
-        fails."""
+        """A stage that can run forward only, before it has trained and also if the next stage is on
+        the same rank, as in schedules that turn back: there torch passes gradients on even if none
+        were computed, and fails."""
+
+        def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+            # Torch 2.11 and 2.12 mark these buffers only if the very first pass has a backward
+            # pass; an objective's reference pass, for example, has none.
+            for received in self.args_recv_info.values():
+                for one in received:
+                    buffer = getattr(one, "buffer", None)
+                    if buffer is not None and buffer.is_floating_point():
+                        buffer.requires_grad_(True)
+            return super()._prepare_backward_infra(*args, **kwargs)
 
         def get_local_bwd_output(self, mb_index: int) -> Any:
             return super().get_local_bwd_output(mb_index) if self.has_backward else ()

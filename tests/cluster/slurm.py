@@ -84,6 +84,8 @@ class Slurm:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         (self.folder / "state").mkdir()
         self.config.write_text(self._config(cores))
+        # Nothing of cgroups is used, but the plugin for version 2 wants systemd at the start.
+        self.config.with_name("cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         try:
             self._start_munge()
             self._start("slurmctld", "-D", "-i")

@@ -95,19 +95,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--faults", default="killed stopped memory assert absent save")
+    parser.add_argument("--parts", default="supervised alone")
     parser.add_argument("--into", type=Path, required=True)
     options = parser.parse_args()
     more = ON_GPU if options.device == "cuda" else ["training.device=cpu"]
-    with tempfile.TemporaryDirectory() as folder:
-        supervised = prove_supervised(Path(folder), options.faults.split(), more)
-        alone = prove_alone(Path(folder) / "alone", more)
-    head = HEAD.format(
+    text = HEAD.format(
         ranks=RANKS, device=name_of(options.device), hang=HANG_SECONDS, join=JOIN_SECONDS,
         collective=COLLECTIVE_SECONDS, exact=", deterministic" * (options.device == "cuda"),
     )  # fmt: skip
-    text = f"{head}\n{supervised}\n\n{alone}\n"
+    with tempfile.TemporaryDirectory() as folder:
+        for part in options.parts.split():
+            if part == "supervised":
+                text += f"\n{prove_supervised(Path(folder), options.faults.split(), more)}\n"
+            else:
+                text += f"\n{prove_alone(Path(folder) / 'alone', more)}\n"
+            options.into.write_text(text)
     print(text)
-    options.into.write_text(text)
 
 
 def prove_supervised(folder: Path, faults: list[str], more: list[str]) -> str:
