@@ -75,7 +75,7 @@ LAYOUTS = """\
 # Layouts over NCCL
 
 Each row is a small model, trained from the same seed by several ranks on one GPU over NCCL, with \
-the largest relative differences from one rank over all steps ({exact} in float64, {rounded} in the \
+the largest relative differences from one rank ({exact} steps in float64, {rounded} in the \
 others): in the loss, in the gradient norm and in the loss on held-out data. Next to the number \
 format are the bounds for the losses and for the norm: {spreads} times what one rank differs from \
 itself, row by row and in the next wider format. `compile` is a real run's compiler, inductor. The \
