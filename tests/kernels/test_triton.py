@@ -100,7 +100,7 @@ def test_compiles_for_generation(
     name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From Hopper on a kernel may start early, and waits for the one before it."""
-    from overland.kernels import triton_cached_attention, triton_inference
+    from overland.apps.evaluation.kernels import triton_cached_attention, triton_inference
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     function, types, constants = INFERENCE[name]

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from overland.apps.evaluation.kernels.cached_attention import cached_attention
 from overland.apps.evaluation.written_out import Recorded, WrittenOut, can_write_out
 from overland.errors import OutOfMemoryError
-from overland.kernels.cached_attention import cached_attention
 from overland.models.attention import Attention, Mask, Masks, visible_keys
 from overland.models.decoder import MLP, Decoder, Layer, SelfAttention
 from overland.words import size

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overland.apps.evaluation.kernels.cached_attention import Heads, attend, begin
+from overland.apps.evaluation.kernels.inference import add_norm, gated, linear
 from overland.kernels import triton_takes
-from overland.kernels.cached_attention import Heads, attend, begin
-from overland.kernels.inference import add_norm, gated, linear
 from overland.models.attention import Attention, Mask, build_mask
 from overland.models.decoder import Decoder, Layer, RMSNorm
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overland.apps.evaluation.kernels.inference import rms_norm
 from overland.kernels import triton_takes
-from overland.kernels.inference import rms_norm
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads)
     queries, [B, S, H, d]."""
     if qkv_BSE.dtype not in (torch.bfloat16, torch.float16) or not triton_takes(qkv_BSE):
         return begin_plain(qkv_BSE, keys_BKTd, values_BKTd, heads)
-    from overland.kernels import triton_cached_attention
+    from overland.apps.evaluation.kernels import triton_cached_attention
 
     return triton_cached_attention.begin(qkv_BSE, keys_BKTd, values_BKTd, *heads.turns)
 
@@ -60,7 +60,7 @@ def attend(
     then those of the keys, then those of the values."""
     if qkv_BE.dtype not in (torch.bfloat16, torch.float16) or not triton_takes(qkv_BE):
         return attend_plain(qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads)
-    from overland.kernels import triton_cached_attention
+    from overland.apps.evaluation.kernels import triton_cached_attention
 
     return triton_cached_attention.attend(
         qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads.window, *heads.turns

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overland.kernels.triton_inference import FEWEST, early, is_last, scratch
+from overland.apps.evaluation.kernels.triton_inference import FEWEST, early, is_last, scratch
 
 PROGRAMS = 64  # to start if there are few rows: they share the keys of a head
 

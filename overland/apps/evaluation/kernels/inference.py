@@ -18,7 +18,7 @@ MOST_ROWS = 64  # with more rows the product itself takes time, and a library is
 def linear(x_BD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
     if not _is_few(x_BD, weight_ND):
         return F.linear(x_BD, weight_ND, bias_N)
-    from overland.kernels import triton_inference
+    from overland.apps.evaluation.kernels import triton_inference
 
     return triton_inference.linear(x_BD, weight_ND, bias_N)
 
@@ -26,13 +26,13 @@ def linear(x_BD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Ten
 def gated(x_BD: Tensor, weight_2FD: Tensor, bias_2F: Tensor | None = None) -> Tensor:
     """Returns silu(gate) * up; the matrix holds the rows of the gate, then those of the other."""
     if bias_2F is None and _is_few(x_BD, weight_2FD):
-        from overland.kernels import triton_inference
+        from overland.apps.evaluation.kernels import triton_inference
 
         return triton_inference.gated(x_BD, weight_2FD)
     both_B2F = F.linear(x_BD, weight_2FD, bias_2F)
     if not (_is_narrow(x_BD) and triton_takes(x_BD)):
         return silu_times_plain(both_B2F)
-    from overland.kernels import triton_inference
+    from overland.apps.evaluation.kernels import triton_inference
 
     return triton_inference.silu_times(both_B2F)
 
@@ -48,7 +48,7 @@ def add_norm(
     """Returns x + more, and its RMSNorm."""
     if not (_is_narrow(x_BD) and triton_takes(x_BD)):
         return add_norm_plain(x_BD, more_BD, weight_D, eps)
-    from overland.kernels import triton_inference
+    from overland.apps.evaluation.kernels import triton_inference
 
     return triton_inference.add_norm(x_BD, more_BD, weight_D, eps)
 
