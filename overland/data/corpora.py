@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,8 +69,8 @@ class Preparer:
     report: Callable[[str], None] = lambda message: None
     tokenizer: Path | None = None
     """Folder of the tokenizer that this run trained earlier."""
-    holdout: Mapping[str, float] | None = None
-    """The held-out share of each source of the run that is resumed: `kept_shares`."""
+    holdout: float | None = None
+    """The share of documents that the resumed run holds out, if it is known: `kept_share`."""
     policy: Policy = UNKNOWN
     """The policy that the resumed run began with, as far as it is known: `kept_policy`."""
 

@@ -11,8 +11,6 @@ documents; the side of each is decided when they are read.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,17 +20,10 @@ import numpy.typing as npt
 
 from overland.config.schema import Data as Settings
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import CorpusLayout
-from overland.data.shard import Shard, mark_of
 from overland.errors import DataError
-from overland.files import replaced
 from overland.run_folder import PLAN
 from overland.words import any_of, number_of
 
-FORMAT = 2
-MARKS = f"marks-{FORMAT}"
-
-Marks = npt.NDArray[np.uint64]
 FEW_SHARDS = 2  # up to 8,192 documents, which have to be tokenized before the first step anyway
 # A number of documents is exact for a source of up to this many shards (65,536 documents or 1 GiB
 # of text, a few minutes of one core): larger ones have to be built first.
@@ -41,7 +32,7 @@ COUNTED_SHARDS = 16
 
 def held_out_documents(corpus: Corpus, number: int, share: float) -> npt.NDArray[np.bool_]:
     """Returns which documents of a shard are held out."""
-    return _kept_marks(corpus, number) < np.uint64(limit_of(share))
+    return corpus.shard(number).marks < np.uint64(limit_of(share))
 
 
 def limit_of(share: float) -> int:
@@ -86,7 +77,7 @@ def _last_two(wanted: int, corpora: Mapping[str, Corpus]) -> tuple[int, int]:
     for corpus in corpora.values():
         corpus.expect(range(corpus.num_shards))
         for number in range(corpus.num_shards):
-            lowest = np.union1d(lowest, _kept_marks(corpus, number))[: wanted + 1]
+            lowest = np.union1d(lowest, corpus.shard(number).marks)[: wanted + 1]
     check_fewer(wanted, list(corpora), len(lowest))
     return int(lowest[-2]), int(lowest[-1])
 
@@ -99,32 +90,24 @@ def _share_between(last: int, next_: int) -> float:
     return share
 
 
-def kept_shares(run: Path, data: Settings) -> dict[str, float] | None:
-    """Returns the held-out share of each source of an existing run that holds out a number of
-    documents, or None. Earlier versions did not store the number; their shares are kept."""
+def kept_share(run: Path, data: Settings) -> float | None:
+    """Returns the held-out share of an existing run that holds out a number of documents, or
+    None."""
     if not data.holdout:
         return None
     try:
         kept = json.loads((run / PLAN).read_text())
-        sources = kept["plan"]["sources"]
-        found = {name: float(one.get("holdout", 0.0)) for name, one in sources.items()}
+        shares = [one.get("holdout", 0.0) for one in kept["plan"]["sources"].values()]
+        before = kept["holdout"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    before = kept.get("holdout", data.holdout)
     if before != data.holdout:
         raise DataError(
             f"data.holdout is {data.holdout}, but this run began with {before}: it would validate "
             "on documents that it was trained on; set it back, or start a new run with --resume "
             "none"
         )
-    is_number = not isinstance(data.holdout, float)
-    return found if is_number and any(found.values()) else None
-
-
-def share_for_new(kept: Mapping[str, float]) -> float:
-    """Returns the share of a source that is added to a run: the smallest one, so that no document
-    that was trained on is held out. (In runs of earlier versions each source had its own.)"""
-    return min((share for share in kept.values() if share), default=0.0)
+    return None if isinstance(data.holdout, float) else max(shares) or None
 
 
 def require_both_sides(name: str, share: float, held_out: int, total: int) -> None:
@@ -138,57 +121,25 @@ def require_both_sides(name: str, share: float, held_out: int, total: int) -> No
         )
 
 
-def without_held_out(corpora: Mapping[str, Corpus], shares: Mapping[str, float]) -> list[str]:
+def without_held_out(corpora: Mapping[str, Corpus], share: float) -> list[str]:
     """Returns the sources that have no held-out document, as far as that is known: small ones are
     tokenized for that if necessary; in a larger one that is not yet built, an empty side is
     detected during training. Raises an error if no source has one, or one has nothing else."""
     found: dict[str, tuple[int, int]] = {}
     for name, corpus in corpora.items():
-        if not shares[name] or (not corpus.is_complete and corpus.num_shards > FEW_SHARDS):
+        if not corpus.is_complete and corpus.num_shards > FEW_SHARDS:
             continue
         held = total = 0
         for number in range(corpus.num_shards):
-            sides = held_out_documents(corpus, number, shares[name])
+            sides = held_out_documents(corpus, number, share)
             held, total = held + int(sides.sum()), total + len(sides)
             if 0 < held < total:
                 break
         if held:
-            require_both_sides(name, shares[name], held, total)
+            require_both_sides(name, share, held, total)
         found[name] = held, total
     empty = [name for name, (held, _) in found.items() if not held]
-    if len(empty) == sum(map(bool, shares.values())) and empty:
+    if len(empty) == len(corpora) and empty:
         total = sum(total for _, total in found.values())
-        require_both_sides(any_of(empty, "and"), shares[empty[0]], 0, total)
+        require_both_sides(any_of(empty, "and"), share, 0, total)
     return empty
-
-
-def _kept_marks(corpus: Corpus, number: int) -> Marks:
-    """Returns the marks of a shard. Shards of earlier versions have none: they are cached in a
-    file, which begins with a seal of the marks and of their shard; a damaged one is written
-    again."""
-    shard, path = corpus.shard(number), _path(corpus.layout, number)
-    if shard.marks is not None:
-        return shard.marks
-    with contextlib.suppress(OSError, ValueError):
-        kept: Marks = np.load(path)
-        is_whole = kept.dtype == np.uint64 and kept.shape == (1 + shard.info.num_documents,)
-        if is_whole and kept[0] == _seal(kept[1:], shard):
-            return kept[1:]
-    specials = int(corpus.layout.add_bos), int(corpus.layout.add_eos)
-    documents = map(shard.document, range(shard.info.num_documents))
-    marks = np.array([mark_of(document, specials) for document in documents], np.uint64)
-    with contextlib.suppress(OSError):  # the corpus may be read-only
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path, shared=True, durable=False) as file:
-            np.save(file, np.concatenate(([_seal(marks, shard)], marks)))
-    return marks
-
-
-def _seal(marks: Marks, shard: Shard) -> np.uint64:
-    content = bytes.fromhex(shard.info.checksum) + marks.astype("<u8").tobytes()
-    return np.uint64(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
-
-
-def _path(layout: CorpusLayout, number: int) -> Path:
-    shard = layout.shard_path(number)
-    return layout.folder / MARKS / shard.parent.name / f"{shard.stem}.npy"

@@ -26,7 +26,7 @@ from overland.data.corpora import (
 )
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import is_corpus, read_layout, source_changes
-from overland.data.holdout import share_for_new, share_of, without_held_out
+from overland.data.holdout import share_of, without_held_out
 from overland.data.layout import SHARD_DOCUMENTS
 from overland.data.leakage import check_held_out, same_data
 from overland.data.plan import (
@@ -136,10 +136,6 @@ class Dataset:
                 )
         return notes
 
-    def with_plan(self, plan: Plan) -> Dataset:
-        rows = self.rows
-        return replace(self, rows=Sampler(plan, rows.corpora, rows.reading))
-
     def close(self) -> None:
         for corpus in self.rows.corpora.values():
             if isinstance(corpus, Corpus):
@@ -206,16 +202,18 @@ def training_data(
         folders = {name: corpus.folder for name, corpus in _of_documents(corpora).items()}
         for note in preparer.once(partial(same_data, folders, wanted)):
             preparer.report(f"note: {note}")
-    shares = _holdout(data, corpora, preparer)
+    share, empty = _share_held_out(data, corpora, preparer)
+    documents = _of_documents(corpora)
     planned = {
-        name: PlannedSource(corpora[name].fingerprint, source.max_epochs, shares.get(name, 0.0))
+        name: PlannedSource(
+            corpora[name].fingerprint, source.max_epochs, share if name in documents else 0.0
+        )
         for name, source in wanted.items()
     }
-    empty = _without_held_out(corpora, shares, preparer)
-    for name, share in shares.items():
+    for name in documents:
         if name in empty:
             preparer.report(f"note: {name}: none of its documents is held out of training")
-        elif isinstance(data.holdout, float):
+        elif share and isinstance(data.holdout, float):
             preparer.report(f"{name}: about {100 * share:.3g}% of the documents are held out")
     plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
     name = training.dataset if len(wanted) == 1 else "mixture"
@@ -287,9 +285,8 @@ def validation_data(
         )
         for name, source in (sources_of(config).items() if on_holdout else ())
     }
-    shares = _holdout(config.data, trained, quiet)
-    empty = _without_held_out(trained, shares, quiet)
-    for name, share in shares.items():
+    share, empty = _share_held_out(config.data, trained, quiet)
+    for name in _of_documents(trained):
         if name not in empty:
             held = replace(segment, weights={name: 1.0})
             datasets.append(_held_out_set(name, trained[name], held, tokenizer, config, share))
@@ -391,24 +388,18 @@ def _as_planned(
     return found
 
 
-def _holdout(
+def _share_held_out(
     data: Settings, corpora: Mapping[str, AnyCorpus], preparer: Preparer
-) -> dict[str, float]:
-    """Returns the held-out share of each corpus, without random tokens, which have no documents. A
-    resumed run keeps those that it began with; the first rank marks the documents for all."""
+) -> tuple[float, list[str]]:
+    """Returns the share of documents to hold out, and the sources of which that is none. A resumed
+    run keeps its share; otherwise the first rank marks the documents for all."""
     there = _of_documents(corpora)
     if not data.holdout or not there:
-        return {}
-    if kept := preparer.holdout:
-        return {name: kept.get(name, share_for_new(kept)) for name in there}
-    return dict.fromkeys(there, preparer.once(partial(share_of, data, there, preparer.report)))
-
-
-def _without_held_out(
-    corpora: Mapping[str, AnyCorpus], shares: Mapping[str, float], preparer: Preparer
-) -> list[str]:
-    there = _of_documents(corpora)
-    return preparer.once(partial(without_held_out, there, shares)) if shares else []
+        return 0.0, []
+    share = preparer.holdout
+    if share is None:
+        share = preparer.once(partial(share_of, data, there, preparer.report))
+    return share, preparer.once(partial(without_held_out, there, share))
 
 
 def _of_documents(corpora: Mapping[str, AnyCorpus]) -> dict[str, Corpus]:

@@ -11,8 +11,7 @@
               documents that were left out or truncated
 
 The head has a checksum of everything from the offsets on. A reader verifies that, and then only the
-blocks that it reads: each of thousands of ranks reads few of them. Formats 1 (without channels) and
-2 have no marks and no sums; their checksum is that of everything after the head.
+blocks that it reads: each of thousands of ranks reads few of them.
 
 The file is complete or absent: it is written to a temporary file, flushed to disk and renamed. It
 contains no times or machine names, so its bytes are the same whoever makes it.
@@ -40,7 +39,6 @@ from overland.files import replaced
 
 MAGIC = b"OVLSHARD"
 FORMAT = 3
-FORMATS = (1, 2, 3)
 # magic, format, bytes per token, documents, tokens, bad documents, largest id, bytes of the note,
 # the first 8 bytes of the checksum, CRC-32 of everything before it
 HEAD = struct.Struct("<8sHHQQQqI8sQ")
@@ -70,7 +68,7 @@ class ShardInfo(NamedTuple):
     chunks: tuple[str, str]
     """The first and the last of its chunks."""
     checksum: str
-    """Checksum of everything after tokens and channels; in formats 1 and 2, after the head."""
+    """Checksum of everything after tokens and channels."""
     channels: Mapping[str, str] = {}
     """The types of the channels, by name."""
     counts: Mapping[str, int] = {}
@@ -87,14 +85,13 @@ class Shard:
     """Unverified, as are `channels`; `read` and `document` verify what they return."""
     offsets: npt.NDArray[np.int64]
     channels: Mapping[str, Ids]
-    marks: npt.NDArray[np.uint64] | None
-    """See `mark_of`. None in formats 1 and 2."""
+    marks: npt.NDArray[np.uint64]
+    """See `mark_of`."""
     data: mmap.mmap
     """The whole file."""
     places: Mapping[str, int]
     """Where tokens and channels begin in the file."""
     sums: npt.NDArray[np.uint64]
-    block_bytes: int
     index_at: int
     """Where the offsets begin; everything from there on is small."""
     is_verified: bytearray
@@ -111,28 +108,23 @@ class Shard:
         return self.read(int(self.offsets[number]), int(self.offsets[number + 1]), channel)
 
     def verify_index(self) -> None:
-        """Verifies everything except tokens and channels; in formats 1 and 2, those too."""
-        if self.marks is None:
-            return self.verify()
+        """Verifies everything except tokens and channels."""
         with memoryview(self.data) as data:
             self._compare(_sum(data[self.index_at :]), _as_sum(self.info.checksum))
 
     def verify(self) -> None:
         """Verifies every byte after the head, which was verified when the file was opened."""
-        if self.marks is not None:
-            self.verify_index()
-        self._verify(0, len(self.sums) * self.block_bytes)
+        self.verify_index()
+        self._verify(0, len(self.sums) * BLOCK_BYTES)
 
     def _verify(self, begin: int, end: int) -> None:
         """Verifies the blocks that contain these bytes, counted from the end of the head."""
-        for block in range(begin // self.block_bytes, -(-end // self.block_bytes)):
+        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             if self.is_verified[block]:
                 continue
-            first = HEAD.size + block * self.block_bytes
-            last = first + self.block_bytes
+            first = HEAD.size + block * BLOCK_BYTES
             with memoryview(self.data) as data:
-                end_of_data = self.index_at if self.marks is not None else len(data)
-                found = _sum(data[first : min(last, end_of_data)])
+                found = _sum(data[first : min(first + BLOCK_BYTES, self.index_at)])
             self._compare(found, int(self.sums[block]))
             self.is_verified[block] = True
 
@@ -153,10 +145,9 @@ def open_shard(path: Path) -> Shard:
     chunks, channels, counts = _read_note(data, about, path)
     types = [DTYPES[about.width], *channels.values()]
     *places, index_at = _places(about.num_tokens, types)
-    is_old = about.version != FORMAT
-    num_blocks = 0 if is_old else -(-(index_at - HEAD.size) // BLOCK_BYTES)
+    num_blocks = -(-(index_at - HEAD.size) // BLOCK_BYTES)
     marks_at = index_at + 8 * (about.num_documents + 1)
-    sums_at = marks_at + (0 if is_old else 8 * about.num_documents)
+    sums_at = marks_at + 8 * about.num_documents
     end = sums_at + 8 * num_blocks + about.note_bytes
     if size != end:
         raise DataError(
@@ -174,15 +165,12 @@ def open_shard(path: Path) -> Shard:
         about.num_documents, about.num_tokens, about.num_bad, about.max_token, DTYPES[about.width],
         chunks, about.checksum, channels, counts,
     )  # fmt: skip
-    if is_old:  # one block
-        marks, sums = None, np.array([_as_sum(about.checksum)], np.uint64)
-    else:
-        marks = np.frombuffer(data, "<u8", about.num_documents, marks_at)
-        sums = np.frombuffer(data, "<u8", num_blocks, sums_at)
+    marks = np.frombuffer(data, "<u8", about.num_documents, marks_at)
+    sums = np.frombuffer(data, "<u8", num_blocks, sums_at)
     return Shard(
         path, info, tokens, offsets, dict(zip(channels, rest, strict=True)), marks, data,
-        dict(zip([TOKENS, *channels], places, strict=True)), sums,
-        size - HEAD.size if is_old else BLOCK_BYTES, index_at, bytearray(len(sums)),
+        dict(zip([TOKENS, *channels], places, strict=True)), sums, index_at,
+        bytearray(num_blocks),
     )  # fmt: skip
 
 
@@ -230,7 +218,7 @@ def write_shard(
             _sum(index).to_bytes(8, "little").hex(), channels, counted,
         )  # fmt: skip
         file.seek(0)
-        file.write(_head(info, FORMAT, width, len(note)))
+        file.write(_head(info, width, len(note)))
     return info
 
 
@@ -337,8 +325,6 @@ def _read_note(
     """Reads the first and the last chunk, the types of the channels, and the counts."""
     try:
         note = json.loads(data[len(data) - about.note_bytes :])
-        if about.version == 1:
-            note = {"chunks": note, "channels": {}}
         first, last = note["chunks"]
         channels = {name: np.dtype(one).str for name, one in note["channels"].items()}
         return (first, last), channels, dict(note.get("counts", {}))
@@ -348,16 +334,15 @@ def _read_note(
         ) from None
 
 
-def _head(info: ShardInfo, version: int, width: int, note_bytes: int) -> bytes:
+def _head(info: ShardInfo, width: int, note_bytes: int) -> bytes:
     fields = (
-        MAGIC, version, width, info.num_documents, info.num_tokens, info.num_bad, info.max_token,
+        MAGIC, FORMAT, width, info.num_documents, info.num_tokens, info.num_bad, info.max_token,
         note_bytes, bytes.fromhex(info.checksum),
     )  # fmt: skip
     return HEAD.pack(*fields, zlib.crc32(HEAD.pack(*fields, 0)))
 
 
 class _Head(NamedTuple):
-    version: int
     width: int
     num_documents: int
     num_tokens: int
@@ -373,13 +358,11 @@ def _parse(head: bytes, path: Path) -> _Head:
             f"{path} is not a token shard, or is truncated; delete it and build it again"
         )
     fields = HEAD.unpack(head)
-    if fields[1] not in FORMATS:
+    if fields[1] != FORMAT:
         raise DataError(
-            f"{path} has format {fields[1]}, but this version reads 1 to {FORMAT}: build it again"
+            f"{path} has format {fields[1]}, but this version reads {FORMAT}: build it again"
         )
     if fields[-1] != zlib.crc32(HEAD.pack(*fields[:-1], 0)):
         raise DataError(f"{path} is damaged in its header; delete it and build it again")
-    _, version, width, num_documents, num_tokens, num_bad, max_token, note, checksum, _ = fields
-    return _Head(
-        version, width, num_documents, num_tokens, num_bad, max_token, note, checksum.hex()
-    )
+    _, _, width, num_documents, num_tokens, num_bad, max_token, note, checksum, _ = fields
+    return _Head(width, num_documents, num_tokens, num_bad, max_token, note, checksum.hex())

@@ -20,7 +20,7 @@ from overland.checkpoint.origin import Origin, mark_files
 from overland.config.adapter import ADAPTER_CONFIG
 from overland.config.schema import Checkpoint, JobConfig
 from overland.data.corpora import Preparer
-from overland.data.holdout import kept_shares
+from overland.data.holdout import kept_share
 from overland.data.tokenizer import UNKNOWN
 from overland.data.tokenizer_choice import kept_policy
 from overland.errors import CheckpointError, MismatchError, ModelError
@@ -152,7 +152,7 @@ def preparer_for(config: JobConfig, folder: RunFolder) -> Preparer:
     run = _resumed(config.checkpoint, folder)
     return Preparer(
         tokenizer=folder.tokenizer if own else None,
-        holdout=kept_shares(run, config.data) if run is not None else None,
+        holdout=kept_share(run, config.data) if run is not None else None,
         policy=kept_policy(run) if run is not None else UNKNOWN,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -15,7 +14,6 @@ import numpy as np
 from overland.apps.data.build import build
 from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.corpus_folder import read_layout
-from overland.data.shard import _head, open_shard
 from overland.data.sources import Document, JsonLines, Kind
 from overland.data.sources.marks import digest_of
 from overland.data.sources.source import Tokens
@@ -48,18 +46,6 @@ def write_lines(folder: Path, num_files: int, documents_per_file: int = 20) -> P
 
 def lines_of(folder: Path) -> JsonLines:
     return JsonLines(folder, sorted(path.name for path in folder.iterdir()))
-
-
-def as_before(path: Path, version: int = 1) -> Path:
-    """Writes a shard of token ids again as earlier versions did: without marks and sums."""
-    shard = open_shard(path)
-    about = list(shard.info.chunks)
-    note = json.dumps(about if version == 1 else {"chunks": about, "channels": {}}).encode()
-    rest = bytes(shard.data[64 : shard.index_at]) + shard.offsets.tobytes() + note
-    checksum = hashlib.blake2b(rest, digest_size=8).hexdigest()
-    info = shard.info._replace(checksum=checksum)
-    path.write_bytes(_head(info, version, shard.tokens.itemsize, len(note)) + rest)
-    return path
 
 
 class RandomTokens:

@@ -17,7 +17,7 @@ from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.holdout import held_out_documents, kept_shares, share_for_new
+from overland.data.holdout import held_out_documents, kept_share
 from overland.data.leakage import foreign_validation
 from overland.data.plan import Plan
 from overland.data.prepare import Dataset, training_data, validation_data
@@ -28,7 +28,7 @@ from overland.errors import DataError
 from overland.run_folder import PLAN
 from overland.training.rehearsal import require_start
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
-from tests.data.making import as_before, write_lines
+from tests.data.making import write_lines
 
 SHARE = 0.2
 VALIDATES_ON_ITSELF = {"training": {"dataset": "stdlib_heldout"}, "validation": {"enable": True}}
@@ -129,13 +129,6 @@ def test_a_share_of_one_is_not_taken_for_a_number_of_documents() -> None:
             assert loaded.config.data.holdout == value
 
 
-def before(corpus: Corpus) -> Corpus:
-    """The same corpus as earlier versions wrote it, without marks in its shards."""
-    for path in corpus.folder.glob("shards/*/*.shard"):
-        as_before(path)
-    return open_corpus(corpus.folder)
-
-
 def test_a_built_corpus_is_split_alike_whatever_stands_around_its_documents(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -146,25 +139,8 @@ def test_a_built_corpus_is_split_alike_whatever_stands_around_its_documents(
         folder = lay_out("a", source, one, tmp_path / str(number))
         corpus = open_corpus(folder, lambda: source, lambda one=one: one, wait=False)  # type: ignore[misc]
         found.append(held_out_documents(corpus, 0, SHARE).tolist())
-        corpus = before(corpus)
-        assert held_out_documents(corpus, 0, SHARE).tolist() == found[-1]
-        (kept,) = folder.glob("marks-*/*/*.npy")
-        swapped = bytearray(kept.read_bytes())
-        swapped[-16:] = swapped[-8:] + swapped[-16:-8]  # marks of the last two documents
-        for damaged in (b"cut short", bytes(swapped)):
-            kept.write_bytes(damaged)
-            assert held_out_documents(corpus, 0, SHARE).tolist() == found[-1]
     assert found[0] == found[1]
     assert 0 < sum(found[0]) < 100
-
-
-def test_marks_of_another_shard_are_not_used(tmp_path: Path) -> None:
-    corpus = make_corpus("a", Numbered(100, 60), tmp_path, built=True)
-    corpus = before(corpus)
-    found = [held_out_documents(corpus, number, SHARE).tolist() for number in (0, 1)]
-    first, second = sorted(corpus.folder.glob("marks-*/*/*.npy"))[:2]
-    first.write_bytes(second.read_bytes())
-    assert held_out_documents(corpus, 0, SHARE).tolist() == found[0]
 
 
 def config_of(
@@ -308,29 +284,13 @@ def test_a_resumed_run_keeps_the_documents_that_it_holds_out(
     plan = data.plan.to_json()
     place.write_text(json.dumps({"plan": plan, "holdout": 6}))
     after = config_of(sources, tmp_path / "data", tokenizer, 6)  # with another source
-    preparer = Preparer(holdout=kept_shares(run, after.data))
+    preparer = Preparer(holdout=kept_share(run, after.data))
     resumed = training_data(after, 4, None, preparer).continued(plan, 3)
     assert texts_of(data) <= texts_of(resumed)
     held = set().union(*map(texts_of, validation_data(after, 4, None, preparer)))
     assert held.isdisjoint(texts_of(resumed))
     with pytest.raises(DataError, match=r"data\.holdout is 7, but this run began with 6"):
-        kept_shares(run, after.data.model_copy(update={"holdout": 7}))
-
-
-def test_a_run_of_an_earlier_version_keeps_its_share_of_each_source(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    sources = sources_with_copies(tmp_path / "text")
-    config = config_of(sources, tmp_path / "data", tokenizer, 6)
-    plan = training_data(config, 4, None, Preparer()).plan
-    shares = {"lines": 0.2, "table": 0.25}
-    old = {name: replace(one, holdout=shares[name]) for name, one in plan.sources.items()}
-    saved = replace(plan, sources=old).to_json()
-    (tmp_path / "run" / PLAN).parent.mkdir(parents=True)
-    (tmp_path / "run" / PLAN).write_text(json.dumps({"plan": saved}))
-    preparer = Preparer(holdout=kept_shares(tmp_path / "run", config.data))
-    resumed = training_data(config, 4, None, preparer).continued(saved, 3)
-    assert {name: one.holdout for name, one in resumed.plan.sources.items()} == shares
+        kept_share(run, after.data.model_copy(update={"holdout": 7}))
 
 
 def test_a_number_is_refused_if_too_many_documents_would_be_tokenized_first(
@@ -375,8 +335,3 @@ def test_a_side_without_documents_is_refused_before_the_first_step(
     config = config_of(text, tmp_path / "data", tokenizer, share)
     with pytest.raises(DataError, match=rf"data\.holdout holds out {side} of text \(a share"):
         training_data(config, 4, None, Preparer())
-
-
-def test_a_source_that_is_added_holds_out_the_smallest_share_of_the_others() -> None:
-    assert share_for_new({"a": 0.1, "b": 0.3, "c": 0.0}) == 0.1
-    assert share_for_new({"c": 0.0}) == 0.0

@@ -8,7 +8,6 @@ import pytest
 
 from overland.data.shard import BLOCK_BYTES, Shard, open_shard, read_counts, write_shard
 from overland.errors import DataError
-from tests.data.making import as_before
 
 DOCUMENTS = [np.arange(5), np.asarray([7]), np.arange(100, 400)]
 
@@ -58,11 +57,8 @@ def test_a_foreign_file_is_named(tmp_path: Path) -> None:
         open_shard(tmp_path / "x")
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
-def test_one_flipped_bit_is_found(tmp_path: Path, version: int) -> None:
+def test_one_flipped_bit_is_found(tmp_path: Path) -> None:
     path = write(tmp_path / "a.shard")
-    if version < 3:
-        as_before(path, version)
     good = path.read_bytes()
     for place in range(0, len(good), 7):
         path.write_bytes(good[:place] + bytes([good[place] ^ 16]) + good[place + 1 :])
@@ -89,18 +85,6 @@ def test_a_reader_verifies_the_blocks_that_it_reads(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"a\.shard is damaged"):
         open_shard(path).verify_index()
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_shard_of_an_earlier_version_is_read_and_verified_as_a_whole(
-    tmp_path: Path, version: int
-) -> None:
-    path = as_before(write(tmp_path / "a.shard"), version)
-    shard = open_shard(path)
-    shard.verify_index()
-    assert (shard.is_verified, shard.marks) == (b"\x01", None)
-    for number, document in enumerate(DOCUMENTS):
-        np.testing.assert_array_equal(shard.document(number), document)
 
 
 def test_a_shard_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from overland.apps.evaluation.results import (
 )
 from overland.config.schema import DataSource
 from overland.data.corpora import Preparer
-from overland.data.holdout import kept_shares
+from overland.data.holdout import kept_share
 from overland.data.tokenizer_choice import kept_policy
 from overland.errors import DataError, ModelError, OutOfMemoryError
 from overland.parallel.comm import all_of, once_for_all
@@ -153,7 +153,7 @@ def sets_for(session: EvaluationSession) -> list[EvaluationSet]:
         tokenizes=False,
         report=session.report,
         tokenizer=run / TOKENIZER,
-        holdout=kept_shares(run, config.data),
+        holdout=kept_share(run, config.data),
         policy=kept_policy(run),
     )
     return sets_of_run(config, session.scorer.vocab_size, preparer)
