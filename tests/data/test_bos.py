@@ -16,7 +16,7 @@ from overland.data.tokenizer import UNKNOWN, Tokenizer
 from overland.data.tokenizer_choice import asked_policy, one_tokenizer, open_tokenizer
 from overland.errors import DataError
 from overland.run_folder import RunFolder
-from overland.training.resume import policy_of_the_resumed
+from overland.training.resume import preparer_for
 from tests.data.making import write_lines
 from tests.data.tokenizer_folders import write_bpe
 
@@ -47,13 +47,12 @@ def test_a_resumed_run_keeps_its_own(tmp_path: Path, tokenizer: Tokenizer, add_b
     run = tmp_path / "run"
     config = job(run, write_lines(tmp_path / "lines", 1))
     folder = RunFolder.of(config)
-    assert policy_of_the_resumed(config.checkpoint, folder) == UNKNOWN
+    assert preparer_for(config, folder).policy == UNKNOWN
     (run / "data").mkdir(parents=True)
     (run / "data" / "plan.json").write_text(json.dumps({"add_bos": add_bos}))
     (folder.checkpoints / "step_1").mkdir(parents=True)
     (folder.checkpoints / "step_1" / "COMMITTED").write_text("{}")
-    place = Preparer(policy=policy_of_the_resumed(config.checkpoint, folder))
-    found = opened(config, tokenizer, place)
+    found = opened(config, tokenizer, preparer_for(config, folder))
     assert found.add_bos == add_bos
     assert found.bos_because == "as this run began"
 
