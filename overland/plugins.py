@@ -10,6 +10,7 @@ PLUGINS = {
     "dialects": "overland.apps.dialects",  # config files of other trainers
     "formats": "overland.apps.convert.formats",  # checkpoints of any format
     "torch_files": "overland.apps.convert.formats.torch_save",  # pickled, read without running them
+    "console": "overland.apps.console.show",  # what a run shows
     "samples": "overland.apps.evaluation.sample",  # of the model, before and after training
     "train_loader": "overland.apps.data.loader",  # for a user's own script
     "four_files": "overland.apps.convert.four_files",  # checkpoint.full_format = "torch"

@@ -21,13 +21,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from overland.apps.report.plot import line_chart
 from overland.config.schema import JobConfig
 from overland.models.flops import causal_flops_per_token, count_parameters
 from overland.parallel.comm import process_group
 from overland.training.build import build_run
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
-from overland.training.plot import line_chart
 from overland.training.run import Run
 from overland.world import World
 from overland.world.devices import device_type

@@ -30,6 +30,7 @@ import overland.kernels
 import overland.models.decoder
 import overland.models.float8
 import overland.parallel.sharding
+from overland.apps.report.plot import line_chart
 from overland.config.schema import JobConfig
 from overland.kernels.float8 import E4M3
 from overland.models.loss import plain_cross_entropy
@@ -37,7 +38,6 @@ from overland.parallel.comm import process_group
 from overland.training.build import build_run
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
-from overland.training.plot import line_chart
 from overland.training.run import Run
 from overland.world import World
 from overland.world.devices import device_type

@@ -126,8 +126,8 @@ def report(
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if lines:
+        from overland.apps.console.opening import run_in_words, table
         from overland.run_folder import RunFolder
-        from overland.training.opening import run_in_words, table
 
         place = {"run": run_in_words(loaded.config, RunFolder.of(loaded.config))}
         print(table(lines | place), end="\n\n")
@@ -190,15 +190,15 @@ def devices_here(loaded: Loaded) -> tuple[int, str, list[str]]:
 
 def run_lines(config: JobConfig, world_size: int, devices: str) -> dict[str, str]:
     """Returns the lines that `overland train` would print first."""
-    from overland.config.derived import resolve_degrees, rows_per_step
-    from overland.models.registry import model_config
-    from overland.training.opening import (
+    from overland.apps.console.opening import (
         batch_in_words,
         data_in_words,
         layout_in_words,
         model_in_words,
         precision_in_words,
     )
+    from overland.config.derived import resolve_degrees, rows_per_step
+    from overland.models.registry import model_config
     from overland.training.schedule import known_steps
 
     degrees = resolve_degrees(config.parallelism, world_size)
@@ -273,8 +273,8 @@ def fake_step_facts(
     where = (
         device_type(config.training.device) if is_here else "cuda"
     )  # runs worth checking elsewhere use GPUs
+    from overland.apps.console.opening import binary_size
     from overland.checks.fake_step import NOT_FOR_FAKES, fake_steps
-    from overland.training.opening import binary_size
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about fake tensors
@@ -344,7 +344,8 @@ def lack_of_memory(config: JobConfig, world_size: int) -> list[str]:
 
 
 def describe_run(config: JobConfig, world_size: int) -> dict[str, Any]:
-    from overland.config.derived import resolve_degrees, rows_per_step
+    from overland.apps.console.readme import strategy_in_words
+    from overland.config.derived import model_name, resolve_degrees, rows_per_step
     from overland.models.flops import (
         causal_flops_per_token,
         count_parameters,
@@ -352,7 +353,6 @@ def describe_run(config: JobConfig, world_size: int) -> dict[str, Any]:
         trained_parameters,
     )
     from overland.models.registry import model_config
-    from overland.training.readme import model_name, strategy_in_words
     from overland.training.schedule import known_steps
 
     training = config.training

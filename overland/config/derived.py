@@ -26,6 +26,10 @@ TURNING = {"ZBVZeroBubble", "DualPipeV"}
 SPLIT_BACKWARD = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
 
 
+def model_name(config: JobConfig) -> str:
+    return config.model.config or f"{config.model.name} {config.model.flavor}"
+
+
 @dataclass(frozen=True)
 class Degrees:
     """The parallel degrees of a run, for a given world size."""

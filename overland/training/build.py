@@ -15,7 +15,7 @@ from overland.checkpoint.formats.hf import padding_of
 from overland.checkpoint.store import Store
 from overland.checks.block_order import require_order
 from overland.checks.left_out import left_out
-from overland.config.derived import optimizer_settings, resolve_degrees, rows_per_step
+from overland.config.derived import model_name, optimizer_settings, resolve_degrees, rows_per_step
 from overland.config.schema import JobConfig
 from overland.data.arrays import require_fields
 from overland.data.prepare import training_data, validation_data
@@ -33,6 +33,7 @@ from overland.parallel.apply import ParallelModel, build_parallel_model, build_p
 from overland.parallel.comm import once_for_all, sum_over, warm_up
 from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.sharding import local_part, splits
+from overland.plugins import plugin
 from overland.run_folder import RunFolder
 from overland.training.auto import resolve_auto
 from overland.training.builtin_callbacks import (
@@ -44,14 +45,11 @@ from overland.training.builtin_callbacks import (
 )
 from overland.training.callbacks import user_callbacks
 from overland.training.compile_cache import CompileCache, KernelCache
-from overland.training.console import Console
 from overland.training.describe import describe_run
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.inner_state import InnerState, Sparsity
-from overland.training.metrics import LossPlot, MetricsFile, TensorBoard, WeightsAndBiases
-from overland.training.opening import opening
+from overland.training.metrics import MetricsFile
 from overland.training.out_of_memory import held_bytes, require_memory
-from overland.training.readme import model_name
 from overland.training.reference import reference_for
 from overland.training.resume import preparer_for, start_from
 from overland.training.rows import require_separate_rows
@@ -92,7 +90,7 @@ def build_run(
     architecture = model_config(config.model)
     config, decided = resolve_auto(config, architecture, degrees, device)
     if world.is_first and screen.is_shown:
-        report(opening(config, world, degrees, architecture, device, folder) + "\n")
+        report(plugin("console").opening(config, world, degrees, architecture, device) + "\n")
     if decided:
         report(decided)
     for note in notes_on_layout(config, world, mesh, architecture):
@@ -256,13 +254,11 @@ def build_callbacks(run: Run) -> list[Callback]:
         (run.beat.is_supervised, DeviceSpeed),
         (config.compile.enable is True, CompileCache),
         (run.device.type == "cuda" and has_triton(), KernelCache),
-        (run.screen.is_shown, Console),
         (first, SkippedDocuments),
         (first, MetricsFile),
         (first, SessionFile),
-        (first, LossPlot),
-        (first and config.metrics.enable_tensorboard, TensorBoard),
-        (first and config.metrics.enable_wandb, WeightsAndBiases),
         (config.profiling.enable_profiling, Profiler),
     ]
-    return user_callbacks(run) + [make(run) for ask, make in wanted if ask]
+    built_in = [make(run) for is_wanted, make in wanted if is_wanted]
+    shown: list[Callback] = plugin("console").callbacks(run)
+    return [*user_callbacks(run), *built_in, *shown]

@@ -16,8 +16,8 @@ from overland.data.prepare import corpora_of
 from overland.data.sft import end_of_turn
 from overland.data.tokenizer import UNKNOWN, Tokenizer
 from overland.files import replace_file
+from overland.plugins import plugin
 from overland.run_folder import MODEL_CONFIG
-from overland.training.readme import write_readme
 from overland.training.run import Run
 
 
@@ -28,7 +28,7 @@ def describe_run(run: Run, asked: JobConfig) -> None:
     again = asked.checkpoint.model_copy(update=once)
     config = asked.model_copy(update={"checkpoint": again})
     write_config(config, run.folder.config, full=True)
-    write_readme(run.config, run.world, run.mesh.degrees, run.model_config, run.folder)
+    plugin("console").write_readme(run)
     if hasattr(run.model_config, "to_hf"):
         text = json.dumps(run.model_config.to_hf(), indent=2)
         replace_file(run.folder.root / MODEL_CONFIG, text + "\n")

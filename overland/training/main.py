@@ -183,7 +183,6 @@ def _train(
 ) -> tuple[Trained, str]:
     """Returns how far the run got and, on the first rank, the closing summary."""
     from overland.training.build import build_run
-    from overland.training.closing import closing
     from overland.training.loop import conclude
     from overland.training.loop import train as train_loop
     from overland.training.saving import check_last_save
@@ -210,7 +209,7 @@ def _train(
     if not world.is_first:
         return Trained(run.folder.root, run.progress.step, finished), ""
     result = trained(run.folder, finished, run.progress.step)
-    return result, closing(run, result, is_new)
+    return result, plugin("console").closing(run, result, is_new)
 
 
 def trained(folder: RunFolder, finished: bool, step: int | None = None) -> Trained:

@@ -22,6 +22,7 @@ from overland.checkpoint.folder import committed, lack_of_room, newest_in
 from overland.checkpoint.formats.checkpoint import MODEL
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import open_checkpoint, refuse_unused, require_fit
+from overland.config.derived import model_name
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, in_order
 from overland.config.schema import DataSource, JobConfig
@@ -58,7 +59,6 @@ from overland.parallel.apply import freeze, transforms_for
 from overland.parallel.sharding import named_buffers, named_parameters
 from overland.plugins import plugin
 from overland.run_folder import RunFolder
-from overland.training.readme import model_name
 from overland.training.resume import is_hf, open_foreign, preparer_for, require_weights
 from overland.training.state import (
     check_changes,

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 import overland
+from overland.apps.console.opening import data_in_words, precision_in_words
+from overland.apps.console.readme import readme
 from overland.apps.proofs.pool import RankPool
 from overland.checks import check_config, load_checked
 from overland.checks.effect import RULES, without_hidden
@@ -39,8 +41,6 @@ from overland.models.registry import model_config
 from overland.objectives import objective_for
 from overland.optimizers.registry import rules_of
 from overland.run_folder import RunFolder
-from overland.training.opening import data_in_words, precision_in_words
-from overland.training.readme import readme
 from overland.training.rehearsal import model_of
 from overland.training.schedule import learning_rate
 from overland.world import World

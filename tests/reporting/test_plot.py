@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.training.plot import HEIGHT, MOST_POINTS, WIDTH, line_chart, plot_losses, ticks
+from overland.apps.report.plot import HEIGHT, MOST_POINTS, WIDTH, line_chart, plot_losses, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from overland.config.derived import resolve_degrees
-from overland.config.schema import ActivationCheckpoint, JobConfig
-from overland.models.registry import model_config
-from overland.run_folder import RunFolder
-from overland.training.readme import (
+from overland.apps.console.readme import (
     readme,
     recompute_in_words,
     schedule_in_words,
     strategy_in_words,
 )
+from overland.config.derived import resolve_degrees
+from overland.config.schema import ActivationCheckpoint, JobConfig
+from overland.models.registry import model_config
+from overland.run_folder import RunFolder
 from overland.words import command
 from overland.world import World
 

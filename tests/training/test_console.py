@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from overland.apps.console.bar import StepTimes, line_of, others
+from overland.apps.console.closing import next_commands
+from overland.apps.console.status_line import Status, draw, smoothed, sparkline
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
-from overland.training.closing import next_commands
-from overland.training.console import StepTimes, line_of, others
 from overland.training.screen import Screen
-from overland.training.status_line import Status, draw, smoothed, sparkline
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Phase
 

@@ -13,19 +13,15 @@ import pytest
 import torch
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from overland.apps.console.services import TensorBoard, newest_records
 from overland.apps.proofs.pool import RankPool
+from overland.apps.report.plot import LossPlot
 from overland.config.schema import JobConfig
 from overland.training.build import build_run
 from overland.training.callbacks import Callback
 from overland.training.history import History
 from overland.training.loop import train
-from overland.training.metrics import (
-    LossPlot,
-    MetricsFile,
-    TensorBoard,
-    drop_torn_line,
-    newest_records,
-)
+from overland.training.metrics import MetricsFile, drop_torn_line
 from overland.training.run import Run
 from overland.world import World
 from overland.world.heartbeat import Heartbeat

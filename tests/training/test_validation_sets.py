@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from overland.apps.console.bar import validation_line
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import list_checkpoints
 from overland.config.schema import JobConfig
 from overland.data.leakage import check_held_out
 from overland.errors import DataError
 from overland.training.build import build_run
-from overland.training.console import validation_line
 from overland.training.loop import train
 from overland.training.validate import about_sets
 from overland.world import World

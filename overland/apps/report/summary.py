@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from overland.apps.console.readme import optimizer_in_words, schedule_in_words
 from overland.apps.report.evaluations import CheckpointScore, read_scores
 from overland.apps.report.goodput import Goodput, where_time_went
 from overland.apps.report.lines import Lines, Recent
@@ -25,12 +26,12 @@ from overland.apps.report.mixture import DrawnMixture, drawn_mixture
 from overland.apps.report.sessions import Happening, ReportedSession, RunStory
 from overland.apps.report.thin import bin_sizes, means, spacing_of
 from overland.apps.watch.watch import RunStatus, Watch
+from overland.config.derived import model_name
 from overland.config.fields import all_keys
 from overland.config.schema import JobConfig
 from overland.errors import NoRun
 from overland.files import parse_toml
 from overland.run_folder import CONFIG, MODEL_CONFIG, README, SAMPLES, SUBMITTED, VALIDATION_LOSS
-from overland.training.readme import model_name, optimizer_in_words, schedule_in_words
 from overland.words import command, duration
 
 MOST_SAMPLES = 40

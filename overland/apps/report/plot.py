@@ -1,4 +1,4 @@
-"""A line chart as SVG: small, self-contained, drawn without a plotting library."""
+"""The loss plot of a run folder: a line chart as SVG, drawn without a plotting library."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from overland.files import replace_file
+from overland.training.callbacks import Callback
 from overland.training.history import History, thinned
+
+if TYPE_CHECKING:
+    from overland.training.run import Run
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 52, 48
@@ -18,6 +23,20 @@ MOST_DOTS = 60  # a line with at most this many points also marks each of them
 SMALLEST = 1e-300  # distance between two ticks, close to the smallest float64
 
 Points = Sequence[tuple[float, float]]
+
+
+class LossPlot(Callback):
+    """Draws the loss from metrics.jsonl, at every checkpoint and at the end."""
+
+    def on_save(self, run: Run, path: object) -> None:
+        """Draws the plot, or reports why it could not: a failed plot never ends the run."""
+        try:
+            plot_losses(run.folder.metrics, run.folder.plot, run.config.job.description)
+        except OSError as error:
+            run.call("on_message", f"{run.folder.plot} was not drawn: {error.strerror}")
+
+    def on_end(self, run: Run) -> None:
+        self.on_save(run, None)
 
 
 def plot_losses(metrics: Path, target: Path, title: str) -> None:

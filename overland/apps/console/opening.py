@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from overland.apps.console.readme import parameters_in_words, strategy_in_words
 from overland.checkpoint.folder import committed
-from overland.config.derived import Degrees, rows_per_step
+from overland.config.derived import Degrees, model_name, rows_per_step
 from overland.config.schema import JobConfig
 from overland.data.registry import held_out_sources, sources_of, validates_on_holdout
 from overland.models.flops import measure_of
 from overland.run_folder import RunFolder
 from overland.training.memory import can_estimate
 from overland.training.out_of_memory import GIB, estimate
-from overland.training.readme import model_name, parameters_in_words, strategy_in_words
 from overland.training.sessions import precision_of
 from overland.words import number_of
 from overland.world import World
@@ -30,7 +30,6 @@ def opening(
     degrees: Degrees,
     architecture: Any,
     device: torch.device,
-    folder: RunFolder,
 ) -> str:
     """Returns a table with the model, the data, the hardware and layout, and the run folder."""
     nodes = f", {world.num_nodes:,} nodes" if world.num_nodes > 1 else ""
@@ -42,7 +41,7 @@ def opening(
         "layout": layout_in_words(degrees),
         "precision": precision_in_words(config),
         "memory": memory_in_words(config, architecture, degrees, device),
-        "run": run_in_words(config, folder),
+        "run": run_in_words(config, RunFolder.of(config)),
     }
     return table(lines)
 

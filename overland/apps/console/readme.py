@@ -5,20 +5,20 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from overland.config.derived import Degrees, rows_per_step
+from overland.config.derived import Degrees, model_name, rows_per_step
 from overland.config.schema import NO_DESCRIPTION, ActivationCheckpoint, JobConfig, Optimizer
 from overland.files import replace_file
 from overland.models.flops import count_parameters, measure_of, trained_parameters
 from overland.run_folder import WRITTEN_BY, RunFolder
+from overland.training.run import Run
 from overland.words import command
 from overland.world import World
 from overland.world.devices import device_name
 
 
-def write_readme(
-    config: JobConfig, world: World, degrees: Degrees, model_config: Any, folder: RunFolder
-) -> None:
-    replace_file(folder.readme, readme(config, world, degrees, model_config, folder))
+def write_readme(run: Run) -> None:
+    text = readme(run.config, run.world, run.mesh.degrees, run.model_config, run.folder)
+    replace_file(run.folder.readme, text)
 
 
 def readme(
@@ -132,10 +132,6 @@ The same command resumes from the newest checkpoint, on any number of devices:
 backend; on CPUs it is gloo.
 - Missing files: `{command("overland", "check", folder.config)}` lists them, and how to fetch each.
 """
-
-
-def model_name(config: JobConfig) -> str:
-    return config.model.config or f"{config.model.name} {config.model.flavor}"
 
 
 def strategy_in_words(d: Degrees) -> str:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from overland.apps.console.status_line import Status, draw, smoothed
 from overland.data.corpus import Corpus
 from overland.run_folder import METRIC_NAMES
 from overland.training.callbacks import Callback, Record
 from overland.training.history import HELD_OUT, History
-from overland.training.status_line import Status, draw, smoothed
 from overland.words import duration
 from overland.world.heartbeat import Phase
 
