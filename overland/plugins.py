@@ -12,6 +12,7 @@ PLUGINS = {
     "torch_files": "overland.apps.convert.formats.torch_save",  # pickled, read without running them
     "console": "overland.apps.console.show",  # what a run shows
     "samples": "overland.apps.evaluation.sample",  # of the model, before and after training
+    "built_corpus": "overland.apps.data.built",  # its documents, to describe or evaluate them
     "train_loader": "overland.apps.data.loader",  # for a user's own script
     "four_files": "overland.apps.convert.four_files",  # checkpoint.full_format = "torch"
 }

@@ -153,7 +153,7 @@ def sample(document: Document) -> str:
         rest = len(document) - SAMPLE_CHARACTERS
         return repr(document[:SAMPLE_CHARACTERS]) + (f" and {rest:,} more" if rest > 0 else "")
     if isinstance(document, Mapping):
-        from overland.data.arrays import describe_array
+        from overland.apps.data.summary import describe_array
 
         return "; ".join(f"{name} {describe_array(values)}" for name, values in document.items())
     rest = len(document) - SAMPLE_TOKENS

@@ -57,7 +57,7 @@ def preview(
 def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict[str, Any]]:
     import numpy as np
 
-    from overland.data.rows import IGNORED, tokens_and_labels, with_borders
+    from overland.data.batch import IGNORED, tokens_and_labels, with_borders
     from overland.data.shard import WEIGHTS
 
     segment = dataset.plan.segment(batch)
@@ -113,7 +113,7 @@ def special(dataset: Dataset, tokens: list[int]) -> list[bool]:
 
 def sample_page(dataset: Dataset, batch: int, row: int, size: int) -> dict[str, Any]:
     """Returns a page for a sample of arrays, each described in a few words."""
-    from overland.data.arrays import describe_array
+    from overland.apps.data.summary import describe_array
 
     samples = dataset.rows.read_samples(batch, row, size)
     source, number = divmod(int(samples.sample[0]), 1 << 56)

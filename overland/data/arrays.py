@@ -9,6 +9,9 @@ A shard stores a record per sample: the bytes of its fields, concatenated.
 
 from __future__ import annotations
 
+import mmap
+import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.buffers import empty_array
 from overland.data.shard import TOKENS, WEIGHTS
 from overland.errors import DataError
 
@@ -220,11 +222,29 @@ def require_fields(
         )
 
 
-def describe_array(values: Any) -> str:
-    """Describes an array: its type, shape and range."""
-    values = np.asarray(values)
-    about = Field(values.dtype.str, values.shape)
-    if values.ndim == 0:
-        return f"{about}: {values}"
-    low, high, mean = (float(one) for one in (values.min(), values.max(), values.mean()))
-    return f"{about}, from {low:.4g} to {high:.4g}, mean {mean:.4g}"
+SMALLEST = 1 << 20  # bytes; the allocator itself keeps smaller blocks
+MOST_KEPT = 4  # free buffers of each size
+
+_kept: dict[int, list[mmap.mmap]] = {}
+_lock = threading.Lock()
+
+
+def empty_array(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Returns an array whose memory is reused once the last array or tensor on it is gone."""
+    size = prod(shape) * np.dtype(dtype).itemsize
+    if size < SMALLEST:
+        return np.empty(shape, dtype)
+    with _lock:
+        kept = _kept.get(size)
+        memory = kept.pop() if kept else mmap.mmap(-1, size)
+    # Every view refers to this array, because its own base (the mmap) is not an array.
+    flat = np.frombuffer(memory, dtype)
+    weakref.finalize(flat, _give_back, size, memory).atexit = False
+    return flat.reshape(shape)
+
+
+def _give_back(size: int, memory: mmap.mmap) -> None:
+    with _lock:
+        kept = _kept.setdefault(size, [])
+        if len(kept) < MOST_KEPT:
+            kept.append(memory)

@@ -18,10 +18,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
+from overland.config.schema import Images
 from overland.data.arrays import Arrays
+from overland.data.batch import Batch, Origins
 from overland.data.order import permute
-from overland.data.rows import Origins
 from overland.data.sources.array_files import WANTED
 from overland.data.sources.array_list import ArrayList
 from overland.data.sources.marks import digest_of
@@ -148,3 +151,65 @@ class ImageStream:
 def _readers(process: int) -> ThreadPoolExecutor:
     """Returns the thread pool of a process; a forked process does not have its parent's threads."""
     return ThreadPoolExecutor(READERS, "image-reader")
+
+
+HELD_OUT = 1 << 40  # number of the first validation image: no training set is this large
+FEWEST, MOST = 1, 3  # shapes in an image
+
+
+class ShapeImages:
+    num_bad = 0
+
+    def __init__(self, name: str, count: int, shape: tuple[int, int, int], held_out: bool) -> None:
+        self.arrays = Arrays.declared(name, {WANTED: ("float32", shape)})
+        self.fingerprint = f"shapes-{digest_of([count, shape, held_out])}"
+        self.count, self.shape, self._first = count, shape, HELD_OUT if held_out else 0
+        height, width = shape[1:]
+        y, x = np.mgrid[:height, :width].astype(np.float32)
+        self._y, self._x = y / height * 2 - 1, x / width * 2 - 1
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fill(self, number: int, into: npt.NDArray[Any]) -> None:
+        draw = np.random.default_rng(self._first + number)
+        for channel in into:
+            angle = draw.uniform(0, 2 * np.pi)
+            channel[:] = 0.5 * (np.cos(angle) * self._x + np.sin(angle) * self._y)
+            for _ in range(draw.integers(FEWEST, MOST + 1)):
+                channel[self._shape(draw)] = draw.uniform(-1.5, 1.5)
+
+    def _shape(self, draw: np.random.Generator) -> npt.NDArray[np.bool_]:
+        """Returns the pixels of a shape at a random place in the image, rotated randomly."""
+        angle, middle = draw.uniform(0, 2 * np.pi), draw.uniform(-0.7, 0.7, 2)
+        y, x = self._y - middle[0], self._x - middle[1]
+        along = np.cos(angle) * x + np.sin(angle) * y
+        across = np.cos(angle) * y - np.sin(angle) * x
+        size, thin = draw.uniform(0.3, 0.7), draw.uniform(0.5, 1.0)
+        kind = draw.integers(3)
+        if kind == 0:
+            inside = along**2 + (across / thin) ** 2 < size**2
+        elif kind == 1:
+            inside = (np.abs(along) < size) & (np.abs(across) < size * thin)
+        else:
+            inside = np.abs(across) < size / 4
+        found: npt.NDArray[np.bool_] = inside
+        return found
+
+
+EPSILON = 1e-6  # added to the variance, so that a constant image becomes zeros
+
+
+def with_pixels(batch: Batch, settings: Images) -> Batch:
+    """Returns the batch with its images preprocessed as `[images]` says. The ledger digests images
+    as they are read, because devices differ in the last bit of a mean."""
+    if not settings.instance_norm or WANTED not in batch:
+        return batch
+    return batch.replace(**{WANTED: instance_norm(batch[WANTED])})
+
+
+def instance_norm(pixels_BCHW: Tensor) -> Tensor:
+    """Normalizes each channel of each image to mean 0 and variance 1, in float32."""
+    wide = pixels_BCHW if pixels_BCHW.dtype == torch.float64 else pixels_BCHW.to(torch.float32)
+    var, mean = torch.var_mean(wide, dim=(-2, -1), correction=0, keepdim=True)
+    return (wide - mean) * (var + EPSILON).rsqrt()

@@ -16,14 +16,12 @@ full, records are kept in memory and written later; a checkpoint waits for them.
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -168,36 +166,6 @@ def read_ledger(path: Path) -> FedSteps:
         for i, row in enumerate(rows):
             fed[step + i] = Fed(step + i, batch + i, row)
     return FedSteps(start or 0, dict(sorted(fed.items())), marks)
-
-
-def fed_batches(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yields the step, the batch and the number of steps of each record; marks have 0 steps. Only
-    headers are read, so that even terabytes of tokens take a moment; `read_ledger` verifies
-    checksums."""
-    with path.open("rb") as file:
-        size, at = file.seek(0, os.SEEK_END), 0
-        while at <= size - HEAD.size:
-            file.seek(at)
-            magic, _, step, batch, count, width = HEAD.unpack(file.read(HEAD.size))
-            end = at + HEAD.size + 8 * count * width
-            if magic == MAGIC and 0 <= count < 1 << 40 and 0 <= width < 1 << 40 and end <= size:
-                yield step, batch, count
-                at = end
-            else:  # torn by a kill; the next record comes after it
-                at = _next_magic(file, at + 1)
-
-
-def _next_magic(file: BinaryIO, at: int) -> int:
-    """Returns where the next record may begin, or the end of the file."""
-    file.seek(at)
-    while data := file.read(1 << 20):
-        if (found := data.find(MAGIC)) >= 0:
-            return at + found
-        at += len(data)
-        if len(data) == 1 << 20:
-            at -= len(MAGIC) - 1
-            file.seek(at)
-    return at
 
 
 def _records(path: Path) -> Iterator[tuple[int, int, int, Digests]]:

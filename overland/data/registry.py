@@ -14,9 +14,8 @@ from typing import Any
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.arrays import Arrays, require_fields
 from overland.data.corpus_folder import is_corpus
-from overland.data.images import RandomImages
+from overland.data.images import RandomImages, ShapeImages
 from overland.data.sft import conversations_of
-from overland.data.shapes import ShapeImages
 from overland.data.sources import Docstrings, FileSource, Source, StandardLibrary, open_source
 from overland.data.sources.array_files import WANTED
 from overland.data.sources.array_list import ArrayList, is_array_list, listed_files

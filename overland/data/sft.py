@@ -25,7 +25,6 @@ from overland.data.chat import (
     GIVEN,
     ChatError,
     ChatTemplate,
-    Message,
     Undecided,
     encode,
 )
@@ -35,20 +34,17 @@ from overland.data.conversations import (
     conversation,
     further_keys,
     has_parts,
-    joined,
     prompts_are,
     recognize,
     renamed_roles,
     unlearned_roles,
 )
-from overland.data.preference import PairWriter
-from overland.data.rows import ANSWERS
-from overland.data.shard import TOKENS, WEIGHTS
+from overland.data.shard import ANSWERS, TOKENS, WEIGHTS
 from overland.data.sources.marks import FileMark
 from overland.data.sources.source import Document, FileSource, Kind, Located, Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import DEFAULT, WITH_TOOLS, Beside, find_file, read_text
-from overland.data.writer import NoTemplate, Skipped, Writer
+from overland.data.writer import NoTemplate, PairWriter, Skipped, Writer
 from overland.errors import DataError
 from overland.words import any_of
 
@@ -239,7 +235,7 @@ def writer_for(config: JobConfig, seq_len: int, tokenizer: Path | None = None) -
     its path, if the config has none."""
     sft, data = config.sft, config.data
     opened = tokenizer_for_chats(config, tokenizer)
-    template, tool_template = _templates(config, opened)
+    template, tool_template = templates_of(config, opened)
     return Writer(
         opened,
         template,
@@ -299,7 +295,7 @@ def _given_template(config: JobConfig) -> str | None:
     return read_text(path)
 
 
-def _templates(
+def templates_of(
     config: JobConfig, tokenizer: Tokenizer
 ) -> tuple[ChatTemplate | None, ChatTemplate | None]:
     """Returns the chat template, and the one for conversations with tools if it is different."""
@@ -362,7 +358,7 @@ def _template(config: JobConfig, tokenizer: Tokenizer, name: str) -> ChatTemplat
 
 def end_of_turn(config: JobConfig, tokenizer: Tokenizer) -> int | None:
     """Returns the special token that ends an assistant's turn, where generation should stop."""
-    template, _ = _templates(config, tokenizer)
+    template, _ = templates_of(config, tokenizer)
     if template is None:
         return None
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -387,26 +383,6 @@ def header_of(template: ChatTemplate) -> str:
              for unit in (piece if isinstance(piece, str) else [names[piece]])]  # fmt: skip
     text = "".join(units[written.spans[0].start : written.spans[0].stop]) if written.spans else ""
     return text.partition("\u03a9")[0].strip() if not template.is_marked else ""
-
-
-def question(config: JobConfig, tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a question, up to where the assistant answers."""
-    return to_answer(config, tokenizer, [{"role": "user", "content": text}])
-
-
-def to_answer(
-    config: JobConfig,
-    tokenizer: Tokenizer,
-    turns: Sequence[Message],
-    tools: Sequence[Any] | None = None,
-) -> list[int]:
-    """Returns the token ids of a conversation, up to where the assistant answers."""
-    template, _ = _templates(config, tokenizer)
-    if template is None:
-        raise NoTemplate
-    pieces = template.write_prompt(turns if template.takes_parts else joined(turns), tools)
-    ids: list[int] = tokenizer.encode_pieces(pieces)[0].tolist()
-    return ids
 
 
 def unknown_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:

@@ -55,6 +55,9 @@ TOKENS = "tokens"
 """The field with the ids, in the structured array of a document that has channels."""
 WEIGHTS = "weights"
 """The channel with the loss weight of each token."""
+ANSWERS = "answers"
+"""The channel of pairs: which of the two answers a token belongs to."""
+CHOSEN, REJECTED = 1, 2
 
 
 class ShardInfo(NamedTuple):

@@ -1,7 +1,7 @@
 """Preference tuning: makes the chosen one of two answers to a prompt likelier than the rejected.
 
 A row holds a pair, each answer with its prompt, and neither attends to the other (see
-data/preference.py). With c and r the log-probabilities of the two answers, c' and r' those under a
+data/writer.py). With c and r the log-probabilities of the two answers, c' and r' those under a
 frozen reference model, and ⟨ ⟩ the mean over tokens:
 
     dpo     -log σ(β · ((c - c') - (r - r')))            Rafailov et al. 2023
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overland.config.schema import Preference
-from overland.data.rows import CHOSEN, REJECTED
+from overland.data.shard import CHOSEN, REJECTED
 from overland.models.lora import without_adapters
 from overland.objectives.objective import Objective
 from overland.parallel.sharding import shard_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from overland.data.batch import Batch
-from overland.data.pixels import with_pixels
+from overland.data.images import with_pixels
 from overland.kernels.gradients import sum_of_squares
 from overland.models.draws import draws_of
 from overland.objectives.objective import count_of

@@ -23,12 +23,12 @@ from overland.config.schema import (
     Training,
     Validation,
 )
+from overland.data.arrays import empty_array
 from overland.data.batch import digests
-from overland.data.buffers import empty_array
 from overland.data.corpora import Preparer
+from overland.data.images import instance_norm
 from overland.data.leakage import check_held_out
 from overland.data.loader import load_batch
-from overland.data.pixels import instance_norm
 from overland.data.prepare import Dataset, training_data
 from overland.data.registry import MADE, check_samples, made_images, open_images, sources_of
 from overland.data.sources.array_list import ArrayList, is_array_list

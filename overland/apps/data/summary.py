@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from overland.data.arrays import Field
 from overland.data.shard import TOKENS
 from overland.data.sources.source import Document, FileSource, Source
 from overland.errors import DataError
@@ -166,3 +167,13 @@ def plain(document: Document) -> Any:
     if isinstance(document, Mapping):
         return {name: np.asarray(values).tolist() for name, values in document.items()}
     return document if isinstance(document, str) else document.tolist()
+
+
+def describe_array(values: Any) -> str:
+    """Describes an array: its type, shape and range."""
+    values = np.asarray(values)
+    about = Field(values.dtype.str, values.shape)
+    if values.ndim == 0:
+        return f"{about}: {values}"
+    low, high, mean = (float(one) for one in (values.min(), values.max(), values.mean()))
+    return f"{about}, from {low:.4g} to {high:.4g}, mean {mean:.4g}"

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overland.apps.data.built import BuiltCorpus
 from overland.apps.evaluation.windows import Ids
 from overland.checks.files import C4, fetch_line
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import BuiltCorpus, CorpusLayout
+from overland.data.corpus_folder import CorpusLayout
 from overland.data.holdout import held_out_documents
 from overland.data.leakage import foreign_validation
 from overland.data.prepare import validation_data

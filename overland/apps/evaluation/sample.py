@@ -11,11 +11,12 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from overland.apps.evaluation.chat import to_answer, turns_of
 from overland.apps.evaluation.generate import Generator
 from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.prompts import encode_prompt
 from overland.apps.evaluation.sampling import Sampling
-from overland.data.sft import end_of_turn, question
+from overland.data.sft import end_of_turn
 from overland.data.tokenizer import Tokenizer
 from overland.files import replace_file
 from overland.parallel.sharding import reshard
@@ -90,7 +91,8 @@ def sample(run: Run, tokenizer: Tokenizer) -> str:
     prompt, seq_len = run.config.metrics.sample_prompt, run.config.training.seq_len
     is_asked = is_chat(run.config, tokenizer)
     if is_asked:
-        given, end_id = question(run.config, tokenizer, prompt), end_of_turn(run.config, tokenizer)
+        given = to_answer(run.config, tokenizer, turns_of(prompt))
+        end_id = end_of_turn(run.config, tokenizer)
     else:
         given, end_id = encode_prompt(tokenizer, prompt), tokenizer.end_id
     ends = () if end_id is None else (end_id,)

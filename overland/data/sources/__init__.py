@@ -6,15 +6,13 @@ front to back.
 """
 
 from overland.data.sources.arrow_parquet import Arrow, Parquet
-from overland.data.sources.docstrings import Docstrings
 from overland.data.sources.jsonl import JsonLines
 from overland.data.sources.marks import FileMark
 from overland.data.sources.mds import MDS
-from overland.data.sources.megatron import Megatron
-from overland.data.sources.numpy_tokens import NumpyTokens
 from overland.data.sources.open import open_source
 from overland.data.sources.source import Document, FileSource, Kind, Source
-from overland.data.sources.text import StandardLibrary, TextFolder
+from overland.data.sources.text import Docstrings, StandardLibrary, TextFolder
+from overland.data.sources.token_files import Megatron, NumpyTokens
 
 __all__ = [
     "MDS",

@@ -11,11 +11,11 @@ from overland.data.sources.csv_rows import CSV_SUFFIXES, CsvRows, header
 from overland.data.sources.huggingface import choose_split, read_together, saved_files, select_files
 from overland.data.sources.jsonl import JSON_SUFFIXES, JsonLines
 from overland.data.sources.mds import MDS, is_mds
-from overland.data.sources.megatron import Megatron
-from overland.data.sources.numpy_tokens import NumpyTokens
 from overland.data.sources.source import FileSource, LeftOut, walk
 from overland.data.sources.text import TEXT_SUFFIXES, TextFolder
+from overland.data.sources.token_files import Megatron, NumpyTokens
 from overland.errors import DataError
+from overland.plugins import plugin
 
 SUFFIXES = {
     "parquet": {".parquet"},
@@ -74,10 +74,8 @@ def open_source(
             raise DataError(f"{path} is a single file, which has no subsets or splits")
         return _open(name, path.parent, [path.name], column, dtype, skip_bad)
     if (path / "corpus.json").is_file():
-        # Imported late, because a corpus folder is itself described in terms of sources.
-        from overland.data.corpus_folder import BuiltCorpus
-
-        return BuiltCorpus(path, skip_bad)
+        built: FileSource = plugin("built_corpus").BuiltCorpus(path, skip_bad)
+        return built
     mds = _mds_folder(path, subset, split, held_out)
     if mds is not None:
         return MDS(mds, column, dtype, skip_bad)

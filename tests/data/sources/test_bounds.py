@@ -13,7 +13,7 @@ import pytest
 
 from overland.data.sources.huggingface import subset_files
 from overland.data.sources.mds import is_mds, read_mds_index, read_shard
-from overland.data.sources.megatron import HEAD, MAGIC, read_megatron_index
+from overland.data.sources.token_files import HEAD, MAGIC, read_megatron_index
 from overland.data.tokenizer_files import Beside
 from overland.errors import DataError
 from tests.limited import limited

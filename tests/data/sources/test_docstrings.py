@@ -8,7 +8,7 @@ from overland.config.schema import Data, DataSource
 from overland.data.registry import open_by_name
 from overland.data.sources import Docstrings
 from overland.data.sources.columns import WHOLE
-from overland.data.sources.docstrings import questions
+from overland.data.sources.text import questions
 from overland.errors import DataError
 
 SOURCE = '''

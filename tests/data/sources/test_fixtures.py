@@ -62,7 +62,7 @@ def test_a_megatron_pair_is_found_by_folder_prefix_or_file(name: str) -> None:
 
 def test_megatron_chunks_are_ranges_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     folder, expected = fixture("megatron_uint16")
-    monkeypatch.setattr("overland.data.sources.megatron.DOCUMENTS_PER_CHUNK", 7)
+    monkeypatch.setattr("overland.data.sources.token_files.DOCUMENTS_PER_CHUNK", 7)
     source = open_source(folder)
     assert [source.num_documents(chunk) for chunk in source.chunks()] == [7] * 8 + [4]
     assert hashes(source) == expected_hashes(expected)

@@ -18,7 +18,7 @@ import pytest
 
 from overland.apps.data.summary import summarize
 from overland.data.sources import compression, csv_rows, jsonl, open_source
-from overland.data.sources.megatron import HEAD, MAGIC
+from overland.data.sources.token_files import HEAD, MAGIC
 from tests.limited import limited
 
 MIB = 1 << 20
