@@ -18,9 +18,10 @@ from overland.checks.fake_step import made_up_fields
 from overland.config.derived import Degrees
 from overland.config.schema import JobConfig
 from overland.errors import ModelError
+from overland.models.build import build_undivided
 from overland.models.registry import own_model_name
 from overland.models.structure import Inputs, blocks_of, structure_of
-from overland.parallel.apply import build_undivided, require_splittable
+from overland.parallel.apply import require_splittable
 
 MOST_NAMED = 8  # blocks per sentence
 

@@ -13,10 +13,10 @@ import torch
 
 from overland.config.derived import optimizer_settings, resolve_dtype
 from overland.config.schema import JobConfig
+from overland.models.build import build_undivided, transforms_for
 from overland.models.transform import transforms_of
 from overland.optimizers.registry import rule_for, rules_of
 from overland.optimizers.rule import WholeMatrix
-from overland.parallel.apply import build_undivided, transforms_for
 from overland.words import any_of
 
 MOST_NAMED = 6

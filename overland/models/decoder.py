@@ -30,6 +30,18 @@ class HeadLoss(Protocol):
         """Returns the summed loss as a scalar, or as a vector followed by sums of other metrics."""
 
 
+class Noise(Protocol):
+    """Noise on embeddings (see neftune.py). Where a row is split over ranks, its plan sets both
+    attributes."""
+
+    num_shares: int
+    """Number of ranks that receive different tokens of a row."""
+    part: int
+    """Which of several equal parts of these tokens the local embedding returns."""
+
+    def __call__(self, x_BRD: Tensor, noise_BS: Tensor) -> Tensor: ...
+
+
 class Decoder(nn.Module):
     """A causal language model. `attention` names the backend (see attention.py)."""
 
@@ -101,8 +113,7 @@ class DecoderModel(nn.Module):
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         windows = dict.fromkeys(config.window_of(i) for i in layers)
         self.masks = Masks(attention, list(windows))
-        self.noise: nn.Module | None = None
-        """Noise on embeddings, see neftune.py."""
+        self.noise: Noise | None = None
 
     def forward(
         self,

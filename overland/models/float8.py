@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overland.errors import ModelError
 from overland.kernels.float8 import (
     E4M3,
     E5M2,
@@ -28,46 +27,33 @@ from overland.kernels.float8 import (
     product,
     scale_for,
 )
+from overland.models.linear import ChangedLinear, LinearTransform
 from overland.models.lora import LoRALinear
-from overland.models.structure import blocks_of
-from overland.models.transform import Transform, matrices_of
 
 GRADIENT = E5M2  # more range, less precision: e4m3 gave no better loss in 300 steps
 
 
-class Float8(Transform):
+class Float8(LinearTransform):
     """Makes the linear layers of the blocks multiply in 8 bits; parameters and names stay the
     same."""
 
     key = "training.float8"
 
-    def apply(self, model: nn.Module) -> None:
-        found = 0
-        for block in blocks_of(model).values():
-            for module in block.modules():
-                if type(module) is nn.Linear:
-                    module.__class__ = Float8Linear
-                elif isinstance(module, LoRALinear):  # whose own matrices are small
-                    module.product = biased8
-                found += isinstance(module, Float8Linear | LoRALinear)
-        if not found:
-            raise ModelError(
-                "training.float8 changes the linear layers of a model's blocks, and "
-                f"{type(model).__name__} has none (structure(), see docs/extending.md): remove it"
-            )
+    def change(self, name: str, module: nn.Linear) -> bool:
+        if type(module) is nn.Linear:
+            module.__class__ = Float8Linear
+        elif isinstance(module, LoRALinear):  # whose own matrices are small
+            module.product = biased8
+        return isinstance(module, Float8Linear | LoRALinear)
 
-    def left_out(self, model: nn.Module) -> list[str]:
-        return [
-            name
-            for name, module, matrix in matrices_of(model)
-            if not isinstance(module, Float8Linear | LoRALinear)
-            or any(size % MULTIPLE for size in matrix.shape)
-        ]
+    def has_changed(self, module: nn.Module, matrix: Tensor) -> bool:
+        is_fit = not any(size % MULTIPLE for size in matrix.shape)
+        return isinstance(module, Float8Linear | LoRALinear) and is_fit
 
 
-class Float8Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return biased8(x, self.weight, self.bias)
+class Float8Linear(ChangedLinear):
+    def multiply(self, x: Tensor, weight_OD: Tensor, first: int = 0) -> Tensor:
+        return linear8(x, weight_OD)
 
 
 def biased8(x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from overland.config.schema import Lora
 from overland.errors import ModelError
 from overland.models.draws import keys_of, uniform
 from overland.models.init import Constant, Normal, Rule, Uniform
+from overland.models.linear import AddedMatrix, ChangedLinear, here
 from overland.models.lora_targets import (
     ALL_LINEAR,
     is_named,
@@ -126,8 +126,8 @@ class LoRA(Transform):
         for module in model.modules():
             if isinstance(module, LoRALinear) and module.lora_magnitude_vector is not None:
                 # Only the local rows: a matrix is sharded by rows, and so are its norms.
-                here_O = _here(module.lora_magnitude_vector)
-                here_O.copy_(row_lengths(module.dense(_here(module.weight)).to(here_O.dtype)))
+                here_O = here(module.lora_magnitude_vector)
+                here_O.copy_(row_lengths(module.dense(here(module.weight)).to(here_O.dtype)))
 
     @staticmethod
     def _require(key: str, wanted: str | Sequence[str], names: Sequence[str]) -> None:
@@ -141,15 +141,11 @@ class LoRA(Transform):
                 raise ModelError(f"lora.{key} names {one!r}, which the model does not have{near}")
 
 
-class Small(nn.Linear):
-    """One of an adapter's own matrices."""
-
-
-class LoRALinear(nn.Linear):
+class LoRALinear(ChangedLinear):
     """A frozen matrix with an adapter of two small ones."""
 
-    lora_A: Small
-    lora_B: Small
+    lora_A: AddedMatrix
+    lora_B: AddedMatrix
     lora_magnitude_vector: nn.Parameter | None
     """With DoRA: the norm of each row."""
     scale: float
@@ -160,24 +156,25 @@ class LoRALinear(nn.Linear):
     together: Together | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.enabled:
-            return self.product(x, self.weight, self.bias)
         return self.adapted(x, self.weight, self.bias)
+
+    def multiply(self, x: Tensor, weight_OD: Tensor, first: int = 0) -> Tensor:
+        return self.adapted(x, weight_OD, None, first)
 
     def adapted(
         self, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None, first: int = 0
     ) -> Tensor:
-        """Returns the output with the adapter. `first` is the index of x's first feature, if only
-        some of them are local."""
+        if not self.enabled:
+            return self.product(x, weight_OD, bias_O)
         given = self.drop(x, first)
         small = self.small(given) * self.scale  # scaled here, where it is the smallest
         if self.lora_magnitude_vector is not None:
             return self.with_lengths(x, given, small, weight_OD, bias_O)
         is_plain = bias_O is None and self.product is F.linear
         if is_plain and weight_OD.shape[0] >= WIDE * weight_OD.shape[1]:
-            out: Tensor = Widened.apply(x, small, weight_OD, self.b())
+            out: Tensor = Widened.apply(x, small, weight_OD, self.lora_B.here())
             return out
-        return self.product(x, weight_OD, bias_O) + F.linear(small, self.b())
+        return self.product(x, weight_OD, bias_O) + F.linear(small, self.lora_B.here())
 
     def with_lengths(
         self, x: Tensor, given: Tensor, small: Tensor, weight_OD: Tensor, bias_O: Tensor | None
@@ -185,25 +182,20 @@ class LoRALinear(nn.Linear):
         """Computes DoRA. The row norms have no gradient, as its authors propose."""
         assert self.lora_magnitude_vector is not None
         with torch.no_grad():
-            lengths_O = row_lengths(self.dense(weight_OD) + self.scale * (self.b() @ self.a()))
+            lengths_O = row_lengths(
+                self.dense(weight_OD) + self.scale * (self.lora_B.here() @ self.lora_A.here())
+            )
         factor_O = self.lora_magnitude_vector / lengths_O.to(x.dtype)
         out = self.product(x, weight_OD, None)
         changed = out if given is x else self.product(given, weight_OD, None)
-        out = out + (factor_O * (changed + F.linear(small, self.b())) - changed)
+        out = out + (factor_O * (changed + F.linear(small, self.lora_B.here())) - changed)
         return out if bias_O is None else out + bias_O
 
     def small(self, given: Tensor) -> Tensor:
         """Returns the product with A; those of modules with the same input are computed at once."""
         if self.together is None:
-            return F.linear(given, self.a())
+            return F.linear(given, self.lora_A.here())
         return self.together.take(self, given)
-
-    def a(self) -> Tensor:
-        """Returns the local part of A."""
-        return self.lora_A.weight
-
-    def b(self) -> Tensor:
-        return self.lora_B.weight
 
     def drop_by(self, dropout: float, name: str) -> None:
         """Enables dropout of the adapter's input, with random numbers that depend on its name."""
@@ -229,11 +221,19 @@ class LoRALinear(nn.Linear):
         return weight_OD
 
     def roles(self, role: Role) -> dict[str, Role]:
-        """Returns the roles of the small matrices, given that of the large one: if its output can
-        be split, so can that of B; if its input can be split, so can that of A."""
+        """Returns the roles of the small matrices: if the output of the large one can be split, so
+        can that of B; if its input can be split, so can that of A."""
+        if self.lora_magnitude_vector is not None:
+            raise ModelError(
+                "tensor parallelism splits rows of matrices, whose norms DoRA needs: set "
+                "lora.dora = false, or train without tp"
+            )
         if role is Role.COLUMN:
             return {"lora_A": Role.REPLICATED, "lora_B": Role.COLUMN}
         return {"lora_A": Role.ROW, "lora_B": Role.REPLICATED}
+
+    def become_part(self) -> None:
+        self.together = None  # modules with the same input each receive their own copy of it
 
 
 class Widened(torch.autograd.Function):
@@ -272,7 +272,7 @@ class Together:
         number = self.adapters.index(adapter)
         if given is not self.given or number not in self.parts:
             self.given = given
-            small = F.linear(given, torch.cat([one.a() for one in self.adapters]))
+            small = F.linear(given, torch.cat([one.lora_A.here() for one in self.adapters]))
             sizes = [one.lora_A.out_features for one in self.adapters]
             self.parts = dict(enumerate(small.split(sizes, dim=-1)))
         part = self.parts.pop(number)
@@ -296,14 +296,20 @@ class LoRAEmbedding(nn.Embedding):
         narrow = F.embedding(tokens, self.lora_embedding_A.t())
         return out + F.linear(narrow * self.scale, self.lora_embedding_B)
 
+    def roles(self, role: Role) -> dict[str, Role]:
+        raise ModelError(
+            "tensor parallelism splits the vocabulary, but cannot split an adapter of the "
+            "embedding: remove embed_tokens from lora.targets, or train without tp"
+        )
+
 
 def adapt(module: nn.Module, rank: int, scale: float, dora: bool = False) -> LoRALinear:
     """Turns a linear layer into one with an adapter, in place."""
     assert isinstance(module, nn.Linear)
     module.__class__ = LoRALinear
     assert isinstance(module, LoRALinear)
-    module.lora_A = Small(module.in_features, rank, bias=False)
-    module.lora_B = Small(rank, module.out_features, bias=False)
+    module.lora_A = AddedMatrix(module.in_features, rank, bias=False)
+    module.lora_B = AddedMatrix(rank, module.out_features, bias=False)
     lengths = nn.Parameter(torch.empty(module.out_features)) if dora else None
     module.register_parameter("lora_magnitude_vector", lengths)
     module.scale = scale
@@ -329,10 +335,6 @@ def adapt_embedding(module: nn.Embedding, rank: int, scale: float) -> None:
 def row_lengths(weight_OD: Tensor) -> Tensor:
     wide = torch.promote_types(weight_OD.dtype, torch.float32)
     return torch.linalg.vector_norm(weight_OD, dim=1, dtype=wide)
-
-
-def _here(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def forward_with_draws(

@@ -40,11 +40,7 @@ class EmbeddingNoise(nn.Module):
         super().__init__()
         self.alpha = alpha
         self.keys = keys_of("neftune")
-        # If rows are split over ranks, the parallel plan sets these.
-        self.num_shares = 1
-        """Number of ranks that receive different tokens of a row."""
-        self.part = 0
-        """Which of several equal parts of these tokens the local embedding returns."""
+        self.num_shares, self.part = 1, 0
 
     def forward(self, x_BRD: Tensor, noise_BS: Tensor) -> Tensor:
         """Adds noise to the embeddings of all or some of the S local tokens of each row."""

@@ -7,7 +7,7 @@ Embeddings, norms and the head are unchanged.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from overland.config.schema import Lora
 from overland.errors import ModelError
 from overland.kernels.nf4 import BLOCK, row_bytes, unpack
+from overland.models.linear import ChangedLinear, LinearTransform
 from overland.models.lora import LoRALinear
 from overland.models.lora_targets import is_saved_whole
-from overland.models.structure import blocks_of
-from overland.models.transform import Transform, matrices_of
+from overland.models.structure import Role
 
 
-class NF4(Transform):
+class NF4(LinearTransform):
     """Stores the linear layers of the blocks in 4 bits, except those that are trained."""
 
     key = "lora.base = nf4"
@@ -30,29 +30,18 @@ class NF4(Transform):
     def __init__(self, settings: Lora) -> None:
         self.settings = settings
 
-    def apply(self, model: nn.Module) -> None:
-        found = 0
-        for path, block in blocks_of(model).items():
-            for own, module in block.named_modules():
-                name = f"{path}.{own}"
-                is_frozen = not is_saved_whole(f"{name}.weight", self.settings)
-                if type(module) in (nn.Linear, LoRALinear) and is_frozen:
-                    assert isinstance(module, nn.Linear)
-                    narrow(module, name)
-                    found += 1
-        if not found:
-            raise ModelError(
-                "lora.base = nf4 stores the linear layers of a model's blocks in 4 bits, but this "
-                "model has none: remove it"
-            )
+    def change(self, name: str, module: nn.Linear) -> bool:
+        is_plain = type(module) in (nn.Linear, LoRALinear)
+        if not is_plain or is_saved_whole(f"{name}.weight", self.settings):
+            return False
+        narrow(module, name)
+        return True
 
-    def left_out(self, model: nn.Module) -> list[str]:
-        return [
-            name
-            for name, module, _ in matrices_of(model)
-            if not isinstance(module, NF4Linear | NF4LoRALinear)
-            and not is_saved_whole(name, self.settings)
-        ]
+    def expects(self, name: str) -> bool:
+        return not is_saved_whole(name, self.settings)
+
+    def has_changed(self, module: nn.Module, matrix: Tensor) -> bool:
+        return isinstance(module, NF4Linear | NF4LoRALinear)
 
 
 def biased4(x: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -60,9 +49,12 @@ def biased4(x: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
     return out if bias_O is None else out + bias_O
 
 
-class NF4Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return biased4(x, self.weight, self.bias)
+class NF4Linear(ChangedLinear):
+    def multiply(self, x: Tensor, weight_OD: Tensor, first: int = 0) -> Tensor:
+        return biased4(x, weight_OD, None)
+
+    def roles(self, role: Role) -> dict[str, Role]:
+        return no_roles()
 
 
 class NF4LoRALinear(LoRALinear):
@@ -70,6 +62,15 @@ class NF4LoRALinear(LoRALinear):
 
     def dense(self, weight_OD: Tensor) -> Tensor:
         return unpack(weight_OD, torch.float32)
+
+    def roles(self, role: Role) -> dict[str, Role]:
+        return no_roles()
+
+
+def no_roles() -> NoReturn:
+    raise ModelError(
+        "tensor parallelism splits rows, whose 4-bit weights share scales: shard instead"
+    )
 
 
 class NF4Product(torch.autograd.Function):

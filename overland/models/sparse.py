@@ -21,14 +21,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from overland.config.schema import Sparse
 from overland.errors import ModelError
 from overland.models.init import Constant, Rule
+from overland.models.linear import ChangedLinear, LinearTransform, here
 from overland.models.lora_targets import ALL_LINEAR, is_named
-from overland.models.structure import blocks_of
-from overland.models.transform import Transform, matrices_of
 from overland.words import did_you_mean
 
 MASK = "sparse_mask"
@@ -37,7 +35,7 @@ Method = Callable[[Tensor, int, int], Tensor]
 columns of a matrix, always with whole groups."""
 
 
-class SparseWeights(Transform):
+class SparseWeights(LinearTransform):
     """Makes linear layers of the blocks sparse; their weights keep their names."""
 
     key = "model.sparse"
@@ -45,33 +43,23 @@ class SparseWeights(Transform):
     def __init__(self, settings: Sparse) -> None:
         self.settings = settings
 
-    def apply(self, model: nn.Module) -> None:
-        method, (kept, group) = method_of(self.settings.method), self.settings.ratio
-        linears = {
-            f"{path}.{own}": module
-            for path, block in blocks_of(model).items()
-            for own, module in block.named_modules()
-            if type(module) is nn.Linear
-        }
-        for name, module in linears.items():
-            is_out = is_named(name, self.settings.exclude)
-            if is_named(name, self.settings.modules) and not is_out:
-                make_sparse(module, name, kept, group, self.settings, method)
-        if not any(isinstance(module, SparseLinear) for module in linears.values()):
-            raise ModelError(
-                "model.sparse matches no linear layer of this model's blocks"
-                + (f", such as {next(iter(linears))}" if linears else ": it has none")
-            )
+    def change(self, name: str, module: nn.Linear) -> bool:
+        is_named_so = is_named(name, self.settings.modules)
+        if type(module) is not nn.Linear or not is_named_so or self.is_excluded(name):
+            return False
+        make_sparse(module, name, self.settings)
+        return True
 
-    def left_out(self, model: nn.Module) -> list[str]:
-        if self.settings.modules != ALL_LINEAR:
-            return []  # it changes what was named
-        return [
-            name
-            for name, module, _ in matrices_of(model)
-            if not isinstance(module, SparseLinear)
-            and not is_named(name.removesuffix(".weight"), self.settings.exclude)
-        ]
+    def is_excluded(self, name: str) -> bool:
+        return is_named(name, self.settings.exclude)
+
+    def expects(self, name: str) -> bool:
+        """Whether the layer is one of all; otherwise those that were named are changed."""
+        is_one_of_all = self.settings.modules == ALL_LINEAR
+        return is_one_of_all and not self.is_excluded(name.removesuffix(".weight"))
+
+    def has_changed(self, module: nn.Module, matrix: Tensor) -> bool:
+        return isinstance(module, SparseLinear)
 
     def init_rule(self, name: str) -> Rule | None:
         return Constant(0.0) if name.endswith(f".{MASK}") else None
@@ -93,7 +81,7 @@ def renew_masks(models: Iterable[nn.Module]) -> None:
                 module.renew()
 
 
-class SparseLinear(nn.Linear):
+class SparseLinear(ChangedLinear):
     """`sparse_mask` holds a byte for each group of `group` weights, of which `kept` are used."""
 
     sparse_mask: nn.Parameter
@@ -102,9 +90,8 @@ class SparseLinear(nn.Linear):
     refresh: int
     method: Method
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = sparse_product(x, self.weight, self.sparse_mask, self.group)
-        return out if self.bias is None else out + self.bias
+    def multiply(self, x: Tensor, weight_OD: Tensor, first: int = 0) -> Tensor:
+        return sparse_product(x, weight_OD, here(self.sparse_mask), self.group)
 
     def after_step(self, step: int) -> None:
         if step % self.refresh == 0:
@@ -127,10 +114,6 @@ class SparseLinear(nn.Linear):
         used_OD = unpack(here(self.sparse_mask), self.group)
         unused = (~used_OD).sum()
         return torch.stack((unused, torch.full_like(unused, used_OD.numel())))
-
-    def roles(self, role: Any) -> dict[str, Any]:
-        """Returns no roles: there is only the mask, which is split like the weight."""
-        return {}
 
 
 def sparse_product(x: Tensor, weight_OD: Tensor, mask_OG: Tensor, group: int) -> Tensor:
@@ -190,10 +173,9 @@ def largest(weight_OD: Tensor, kept: int, group: int) -> Tensor:
     return torch.stack(used, dim=-1).flatten(1)
 
 
-def make_sparse(
-    module: nn.Linear, name: str, kept: int, group: int, settings: Sparse, method: Method
-) -> None:
+def make_sparse(module: nn.Linear, name: str, settings: Sparse) -> None:
     """Turns a linear layer into a sparse one, in place."""
+    kept, group = settings.ratio
     if module.in_features % group:
         raise ModelError(
             f"model.sparse.pattern = {settings.pattern} needs rows of a multiple of {group} "
@@ -205,13 +187,8 @@ def make_sparse(
     shape = (module.out_features, module.in_features // group)
     mask = torch.empty(shape, dtype=torch.uint8, device=module.weight.device)
     module.register_parameter(MASK, nn.Parameter(mask, requires_grad=False))
-    module.kept, module.group, module.method = kept, group, method
+    module.kept, module.group, module.method = kept, group, method_of(settings.method)
     module.refresh = settings.refresh
-
-
-def here(tensor: Tensor) -> Tensor:
-    """Returns the part of a tensor that is on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def register_mask(name: str, method: Method) -> None:

@@ -29,7 +29,6 @@ class Role(StrEnum):
     COLUMN = "column"  # produces the inner width: its output can be split
     ROW = "row"  # consumes the inner width: its input can be split
     VOCABULARY = "vocabulary"  # a row for each token id
-    EXPERT = "expert"  # one of several that share the work
     REPLICATED = "replicated"  # whole everywhere
 
 

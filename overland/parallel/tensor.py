@@ -7,7 +7,7 @@ A plan defines how a model is split (see plans/); this file has the building blo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,11 +21,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from overland.models.decoder import Head, HeadLoss
-from overland.models.float8 import Float8Linear, linear8
-from overland.models.lora import LoRALinear
+from overland.models.linear import AddedMatrix, ChangedLinear
 from overland.models.loss import IGNORED, OutputMatrix, TokenLosses, places_of
 from overland.models.sizes import CHUNK_TOKENS
-from overland.models.sparse import SparseLinear, sparse_product
 from overland.models.structure import Role
 from overland.parallel.comm import gather, gather_with_gradient, sum_and_scatter
 
@@ -53,7 +51,13 @@ class SplitLinear(ParallelStyle):
     def _apply(self, module: nn.Module, tp: DeviceMesh) -> nn.Module:
         _split_parameters(module, self.role, tp)
         for name, role in module.roles(self.role).items():  # type: ignore[operator]
-            _split_parameters(module.get_submodule(name), role, tp)
+            added = module.get_submodule(name)
+            _split_parameters(added, role, tp)
+            if isinstance(added, AddedMatrix):
+                added.part = _part_of(role)
+        if isinstance(module, ChangedLinear):
+            module.__class__ = split_class(type(module))  # type: ignore[arg-type]
+            module.become_part()
         given, left = (Replicate(), Shard(-1)) if self.role is Role.COLUMN else (Shard(-1), ROWS)
 
         def take(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -81,69 +85,38 @@ def _split_parameters(module: nn.Module, role: Role, tp: DeviceMesh) -> None:
         module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
 
 
-class SplitFloat8Linear(Float8Linear):
-    """A rank's part of a product in 8 bits. Each rank computes the scales of what it holds."""
+def _part_of(role: Role) -> Callable[[Tensor], Tensor]:
+    """Returns how a matrix of this role becomes its local part. The gradient of a matrix that every
+    rank has is a sum over the ranks."""
+    placements = SUMMED if role is Role.REPLICATED else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return split_product(self, x, linear8)
+    def local(tensor: Tensor) -> Tensor:
+        assert isinstance(tensor, DTensor)
+        return tensor.to_local(grad_placements=placements)
 
-
-class SplitSparseLinear(SparseLinear):
-    """A rank's part of a sparse matrix, and of its mask."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.sparse_mask, DTensor)
-        mask_here = self.sparse_mask.to_local()
-        return split_product(self, x, lambda x, w: sparse_product(x, w, mask_here, self.group))
+    return local
 
 
-def split_product(
-    linear: nn.Linear, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Multiplies the local input by the local part of the weight."""
-    assert isinstance(x, DTensor)
-    assert isinstance(linear.weight, DTensor)
-    by_columns = linear.weight.placements[0].is_shard(0)
-    # By columns every rank has all of x, and its gradient is a sum over the ranks.
-    x_here = x.to_local(grad_placements=SUMMED if by_columns else None)
-    out_here = product(x_here, linear.weight.to_local())
-    placement = Shard(out_here.ndim - 1) if by_columns else Partial()
-    out = DTensor.from_local(out_here, x.device_mesh, [placement], run_check=False)
-    return out if linear.bias is None else out + linear.bias
-
-
-class SplitLoRALinear(LoRALinear):
-    """A rank's part of a matrix and its adapter. Both products are summed over the ranks, or their
-    columns concatenated, at once."""
+class SplitProduct(ChangedLinear):
+    """A rank's part of such a layer. Its products are summed over the ranks, or their columns
+    concatenated, at once."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert isinstance(x, DTensor)
         assert isinstance(self.weight, DTensor)
-        # By columns every rank has all of x and A, and by rows all of B: their gradients are sums
-        # over the ranks.
-        x_here = x.to_local(grad_placements=SUMMED if self.by_columns else None)
-        weight_here = self.weight.to_local()
-        if self.enabled:
-            first = 0 if self.by_columns else x.device_mesh.get_local_rank() * x_here.shape[-1]
-            out_here = self.adapted(x_here, weight_here, None, first)
-        else:
-            out_here = self.product(x_here, weight_here, None)
-        placement = Shard(out_here.ndim - 1) if self.by_columns else Partial()
+        by_columns = self.weight.placements[0].is_shard(0)
+        # By columns every rank has all of x, and its gradient is a sum over the ranks.
+        x_here = x.to_local(grad_placements=SUMMED if by_columns else None)
+        first = 0 if by_columns else x.device_mesh.get_local_rank() * x_here.shape[-1]
+        out_here = self.multiply(x_here, self.weight.to_local(), first)
+        placement = Shard(out_here.ndim - 1) if by_columns else Partial()
         out = DTensor.from_local(out_here, x.device_mesh, [placement], run_check=False)
         return out if self.bias is None else out + self.bias
 
-    @property
-    def by_columns(self) -> bool:
-        assert isinstance(self.weight, DTensor)
-        return self.weight.placements[0].is_shard(0)
 
-    def a(self) -> Tensor:
-        assert isinstance(self.lora_A.weight, DTensor)
-        return self.lora_A.weight.to_local(grad_placements=SUMMED if self.by_columns else None)
-
-    def b(self) -> Tensor:
-        assert isinstance(self.lora_B.weight, DTensor)
-        return self.lora_B.weight.to_local(grad_placements=None if self.by_columns else SUMMED)
+@cache
+def split_class(kind: type[ChangedLinear]) -> type[ChangedLinear]:
+    return type(f"Split{kind.__name__}", (SplitProduct, kind), {})
 
 
 def split_head(head: Head, tied_weight: Tensor | None, tp: DeviceMesh) -> None:

@@ -48,6 +48,7 @@ from overland.data.sources import Source
 from overland.data.tokenizer import SMALLEST, Tokenizer
 from overland.data.tokenizer_choice import OF_TRAINING, asked_policy, one_tokenizer, tokenizer_for
 from overland.errors import CheckpointError, DataError, MismatchError, ModelError
+from overland.models.build import freeze, transforms_for
 from overland.models.flops import casts_samples, sample_fields
 from overland.models.hf import load_hf
 from overland.models.registry import build_model, model_config
@@ -55,7 +56,6 @@ from overland.models.transform import apply_transforms
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import rules_of, state_bytes, state_kinds
 from overland.optimizers.rule import Scalar
-from overland.parallel.apply import freeze, transforms_for
 from overland.parallel.sharding import named_buffers, named_parameters
 from overland.plugins import plugin
 from overland.run_folder import RunFolder

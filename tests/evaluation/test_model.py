@@ -16,7 +16,7 @@ from overland.config.errors import ConfigError
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.errors import CheckpointError, DataError
-from overland.parallel.apply import build_undivided
+from overland.models.build import build_undivided
 from overland.world import World
 from tests.jobs import run_job, tiny_job
 

@@ -17,13 +17,13 @@ from overland.checkpoint.read import open_checkpoint
 from overland.config.derived import group_rates, optimizer_settings
 from overland.config.schema import JobConfig, Lora
 from overland.errors import ModelError
+from overland.models.build import build_undivided
 from overland.models.config import DecoderConfig
 from overland.models.draws import draws_of
 from overland.models.flops import count_parameters, flops_per_token, trained_parameters
 from overland.models.init import init_buffers, init_weights
 from overland.models.lora import LoRALinear, without_adapters
 from overland.models.registry import model_config
-from overland.parallel.apply import build_undivided
 from overland.world import World
 from tests.jobs import TINY_MODEL, run_job, tiny_job
 

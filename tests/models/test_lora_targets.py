@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from overland.config.schema import JobConfig, Lora
+from overland.models.build import build_undivided
 from overland.models.flops import trained_parameters
 from overland.models.lora_targets import by_pattern, is_saved_whole, is_target
 from overland.models.registry import model_config
-from overland.parallel.apply import build_undivided
 from tests.jobs import TINY_MODEL
 
 Q = "model.layers.1.self_attn.q_proj"

@@ -45,7 +45,7 @@ def test_the_largest_are_used_and_of_equal_ones_the_first(kept: int, group: int)
 
 def test_a_product_is_that_of_the_masked_matrix_and_the_gradient_is_dense() -> None:
     linear = nn.Linear(16, 6).double()
-    make_sparse(linear, "some", 2, 4, Sparse(), largest)
+    make_sparse(linear, "some", Sparse())
     assert isinstance(linear, SparseLinear)
     linear.renew()
     x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
@@ -194,7 +194,9 @@ def test_the_table_is_written_as_it_is_read(tmp_path: Path) -> None:
 
 def test_a_method_of_ones_own_must_return_a_mask() -> None:
     linear = nn.Linear(8, 2)
-    make_sparse(linear, "some", 2, 4, Sparse(), lambda weight, kept, group: weight)
+    make_sparse(linear, "some", Sparse())
+    assert isinstance(linear, SparseLinear)
+    linear.method = lambda weight, kept, group: weight
     with pytest.raises(ModelError, match="expected a bool for each weight"):
         linear.renew()
     with pytest.raises(ModelError, match="already registered"):

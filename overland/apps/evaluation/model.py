@@ -42,6 +42,7 @@ from overland.config.schema import Checkpoint, Data, JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import tokenizer_of
 from overland.errors import CheckpointError, DataError, ModelError, OutOfMemoryError
+from overland.models.build import build_undivided
 from overland.models.config import DecoderConfig
 from overland.models.flops import sample_fields
 from overland.models.init import (
@@ -50,7 +51,6 @@ from overland.models.init import (
 )
 from overland.models.registry import build_model, model_config, read_hf_config
 from overland.models.structure import tie
-from overland.parallel.apply import build_undivided
 from overland.progress import progress_bar
 from overland.run_folder import COMMITTED, CONFIG, TOKENIZER
 from overland.words import any_of, did_you_mean, size

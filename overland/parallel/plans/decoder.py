@@ -34,20 +34,12 @@ from overland.errors import ModelError
 from overland.models.attention import Attention, Mask, Masks, build_mask, compute_dtype
 from overland.models.config import DecoderConfig
 from overland.models.decoder import Decoder, Head, SelfAttention
-from overland.models.float8 import Float8Linear
-from overland.models.lora import LoRAEmbedding, LoRALinear
-from overland.models.neftune import EmbeddingNoise
-from overland.models.nf4 import NF4Linear, NF4LoRALinear
 from overland.models.sizes import ROLES
-from overland.models.sparse import SparseLinear
-from overland.models.structure import find_module, inside
+from overland.models.structure import find_module, inside, walk_roles
 from overland.parallel.context import ContextAttention, gather_row, pieces_of_rank
 from overland.parallel.tensor import (
     ROWS,
-    SplitFloat8Linear,
     SplitLinear,
-    SplitLoRALinear,
-    SplitSparseLinear,
     overlap_communication,
     split_head,
 )
@@ -80,7 +72,7 @@ class DecoderPlan:
         if degrees.tp > 1:
             require_plan(model, block_plan(model.config.qk_norm))
             require_plain_head(model)
-            require_splittable_adapters(model)
+            require_roles(model)
         if degrees.cp > 1:
             require_separate_tokens(model, self.token_by_token)
 
@@ -106,18 +98,10 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool) -> None:
         # Copied to a plain tensor: with the collective's unfinished result as input, a compiled
         # block drops the gradient of its input (torch 2.13, found by the proof `tp2:compile`).
         embedding.register_forward_hook(lambda module, args, out: out.clone())
-        if isinstance(model.model.noise, EmbeddingNoise):
+        if model.model.noise is not None:
             model.model.noise.part = tp.get_local_rank()
     for layer in model.model.layers.values():
         parallelize_module(layer, tp, {**plan, **changed_layers(layer)})
-        for module in layer.modules():
-            if isinstance(module, Float8Linear):
-                module.__class__ = SplitFloat8Linear
-            elif isinstance(module, SparseLinear):
-                module.__class__ = SplitSparseLinear
-            elif isinstance(module, LoRALinear):
-                module.__class__ = SplitLoRALinear
-                module.together = None  # each receives its own copy
     if model.model.norm is not None:
         parallelize_module(model.model.norm, tp, SequenceParallel(use_local_output=True))
     if head is not None:
@@ -128,7 +112,7 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool) -> None:
 
 
 def changed_layers(layer: nn.Module) -> dict[str, SplitLinear]:
-    """Returns the linear layers to which a transform has added matrices."""
+    """Returns the linear layers that a transform has changed."""
     changed = {}
     for path, role in ROLES.items():
         if hasattr(find_module(layer, path), "roles"):
@@ -184,22 +168,12 @@ def require_plain_head(model: Decoder) -> None:
         )
 
 
-def require_splittable_adapters(model: Decoder) -> None:
-    for module in model.modules():
-        if isinstance(module, LoRAEmbedding):
-            raise ModelError(
-                "tensor parallelism splits the vocabulary, but cannot split an adapter of the "
-                "embedding: remove embed_tokens from lora.targets, or train without tp"
-            )
-        if isinstance(module, LoRALinear) and module.lora_magnitude_vector is not None:
-            raise ModelError(
-                "tensor parallelism splits rows of matrices, whose norms DoRA needs: set "
-                "lora.dora = false, or train without tp"
-            )
-        if isinstance(module, NF4Linear | NF4LoRALinear):
-            raise ModelError(
-                "tensor parallelism splits rows, whose 4-bit weights share scales: shard instead"
-            )
+def require_roles(model: Decoder) -> None:
+    """Raises if a module that a transform has changed says that it cannot be split."""
+    for name, role in walk_roles(model):
+        describe = getattr(model.get_submodule(name), "roles", None)
+        if describe is not None:
+            describe(role)
 
 
 def block_plan(qk_norm: bool) -> dict[str, Any]:
@@ -228,7 +202,7 @@ def block_plan(qk_norm: bool) -> dict[str, Any]:
 
 def split_context(model: Decoder, cp: DeviceMesh) -> None:
     """Makes a decoder work on this rank's share of each row."""
-    if isinstance(model.model.noise, EmbeddingNoise):
+    if model.model.noise is not None:
         model.model.noise.num_shares = cp.size()
     model.model.masks = ContextMasks(model.model.masks, cp)
     for number, layer in model.model.layers.items():
