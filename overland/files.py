@@ -248,10 +248,11 @@ def checksums_of(path: Path) -> dict[str, int] | None:
         ) from None
 
 
+QUOTED = r"""(?:"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""  # TOML's strings of one line
+KEY_PART = rf"(?:[A-Za-z0-9_-]++|{QUOTED})"
 # A dotted key with this many parts. Each would cost the parser as much as all before it together:
 # 40 kB of a.a.a took 18 s and 3.3 GB.
-_PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
-_DEEP_KEY = re.compile(rf"(?<![\w.\\-])(?<!\.[ \t])(?:{_PART}[ \t]*+\.[ \t]*+){{{DEEPEST}}}")
+_DEEP_KEY = re.compile(rf"(?<![\w.\\-])(?<!\.[ \t])(?:{KEY_PART}[ \t]*+\.[ \t]*+){{{DEEPEST}}}")
 
 
 def parse_toml(text: str) -> dict[str, Any]:

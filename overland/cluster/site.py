@@ -143,7 +143,7 @@ def load_site(name: str, env: Mapping[str, str] = os.environ) -> NamedSite:
 
 def read_site(text: str, shown: str, name: str) -> NamedSite:
     tree = nest(read_toml(text, shown))
-    lines = index_lines(text).lines
+    lines = index_lines(text)
     try:
         facts = Site.model_validate(tree)
     except ValidationError as error:

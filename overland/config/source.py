@@ -5,17 +5,20 @@ TOML and YAML both become `Entries`, so that nothing after this module depends o
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from overland.config.errors import ConfigError, Problem
 from overland.config.schema import IN_PLACE_OF
 from overland.files import (
+    KEY_PART,
     LARGEST_CONFIG,
+    QUOTED,
     TOO_DEEP,
     YAML_VALUE_ERRORS,
     check_toml,
@@ -77,7 +80,7 @@ def read_toml(text: str, shown: str) -> Entries:
         raise ConfigError([Problem(str(error), where=shown)]) from None
     try:
         tree = tomllib.loads(text)
-        return flatten(tree, index_lines(text).lines, shown)
+        return flatten(tree, index_lines(text), shown)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_toml_problem(str(error), text, shown)]) from None
     except RecursionError:
@@ -186,9 +189,12 @@ def _toml_problem(message: str, text: str, shown: str) -> Problem:
     line = int(found.group(1)) if found and found.group(1) else len(rows)
     where = f"{shown}:{line}"
     if detail.startswith(REPEATED):  # the rest of the text may be anything
-        for path, second, first in index_lines("\n".join(rows[:line])).repeats:
-            message = f"given twice; first on line {first}"
-            return Problem(message, where=f"{shown}:{second}", key=".".join(path))
+        first: dict[KeyPath, int] = {}
+        for path, number in key_lines("\n".join(rows[:line])):
+            if path in first:
+                message = f"given twice; first on line {first[path]}"
+                return Problem(message, where=f"{shown}:{number}", key=".".join(path))
+            first[path] = number
     detail = _TOML_WORDS.get(detail, detail[:1].lower() + detail[1:])
     row = rows[line - 1].strip()[:LONGEST_ROW] if 0 < line <= len(rows) else ""
     word = re.match(r"([^=]+?)\s*=\s*([A-Za-z_./~][^#\"']*?)\s*(#.*)?$", row)
@@ -244,159 +250,48 @@ def _index_yaml(
         _index_yaml(value_node, here, lines, problems, shown)
 
 
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
-_BASIC = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-_LITERAL = re.compile(r"'[^'\n]*'")
-_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
-_SPACE = re.compile(r"[ \t]*")
-_STRINGS = re.compile(
-    r'"""(?:[^\\]|\\.)*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:[^"\\\n]|\\.)*"' r"|'[^'\n]*'", re.DOTALL
+_KEY = rf"{KEY_PART}(?:[ \t]*\.[ \t]*{KEY_PART})*"
+_KEY_LINE = re.compile(rf"[ \t]*(?P<bracket>\[\[?)?[ \t]*(?P<key>{_KEY})[ \t]*(?(bracket)\]|=)")
+_STRING_OR_COMMENT = re.compile(
+    r'"""(?:[^\\]|\\.)*?"{3,5}' r"|'''.*?'{3,5}" rf"|{QUOTED}" r"|#[^\n]*", re.DOTALL
 )
 
 
-@dataclass
-class LineIndex:
-    """The line of each key and table, and repeated keys: (path, second line, first line)."""
-
-    lines: dict[KeyPath, int] = field(default_factory=dict)
-    repeats: list[tuple[KeyPath, int, int]] = field(default_factory=list)
-
-
-def index_lines(text: str) -> LineIndex:
-    """Finds the line of each key, since `tomllib` keeps no positions."""
-    return _Scanner(text).scan()
-
-
-class _Scanner:
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.index = LineIndex()
-        self.at = 0
-        self.line, self.counted = 1, 0  # of the place up to which line ends are counted
-        self.values: set[KeyPath] = set()
-        self.tables: set[KeyPath] = set()
-        self.counts: dict[KeyPath, int] = {}
-
-    def scan(self) -> LineIndex:
-        prefix: KeyPath = ()
-        while self._skip(_BLANK) < len(self.text):
-            if self._peek("["):
-                prefix = self._table_header()
-            elif not self._key_value(prefix):
-                self._next_line()
-        return self.index
-
-    def _table_header(self) -> KeyPath:
-        line, many = self._line(), self._peek("[[")
-        self.at += 2 if many else 1
-        path = self._key()
-        self._next_line()
-        if many:
-            # Each table of an array gets its number, so that equal keys do not count as repeats.
-            number = self.counts[path] = self.counts.get(path, -1) + 1
-            self.index.lines.setdefault(path, line)
-            path = (*path, str(number))
-        self._record(path, line, self.tables)
-        return path
-
-    def _key_value(self, prefix: KeyPath) -> bool:
-        line, key = self._line(), self._key()
-        self._skip(_SPACE)
-        if not key or not self._peek("="):
-            return False
-        self.at += 1
-        path = (*prefix, *key)
-        for end in range(len(prefix) + 1, len(path)):
-            self.index.lines.setdefault(path[:end], line)
-        self._record(path, line, self.values)
-        self._skip(_SPACE)
-        self._value(path)
-        return True
-
-    def _value(self, path: KeyPath) -> None:
-        if self._peek("{"):
-            self.at += 1
-            while self._skip(_BLANK) < len(self.text) and not self._peek("}"):
-                if self._peek(","):
-                    self.at += 1
-                elif not self._key_value(path):
-                    return
-            self.at += 1
-        elif self._peek("["):
-            self._array()
-        else:
-            self._scalar()
-
-    def _array(self) -> None:
-        depth = 0
-        while self._skip(_BLANK) < len(self.text):
-            if self._string():
-                continue
-            depth += self.text[self.at] in "[{"
-            depth -= self.text[self.at] in "]}"
-            self.at += 1
-            if depth == 0:
-                return
-
-    def _scalar(self) -> None:
-        if not self._string():
-            while self.at < len(self.text) and self.text[self.at] not in ",]}#\n":
-                self.at += 1
-
-    def _string(self) -> bool:
-        found = _STRINGS.match(self.text, self.at)
-        if found:
-            self.at = found.end()
-        return found is not None
-
-    def _key(self) -> KeyPath:
-        parts: list[str] = []
-        while True:
-            self._skip(_SPACE)
-            for pattern in (_BARE, _BASIC, _LITERAL):
-                found = pattern.match(self.text, self.at)
-                if found:
-                    break
-            else:
-                return tuple(parts)
-            self.at = found.end()
-            parts.append(_unquote(found.group()))
-            self._skip(_SPACE)
-            if not self._peek("."):
-                return tuple(parts)
-            self.at += 1
-
-    def _record(self, path: KeyPath, line: int, seen: set[KeyPath]) -> None:
-        if path in self.values or path in seen:
-            self.index.repeats.append((path, line, self.index.lines[path]))
-        seen.add(path)
-        self.index.lines.setdefault(path, line)
-
-    def _line(self) -> int:
-        self.line += self.text.count("\n", self.counted, self.at)
-        self.counted = self.at
-        return self.line
-
-    def _next_line(self) -> None:
-        end = self.text.find("\n", self.at)
-        self.at = len(self.text) if end < 0 else end + 1
-
-    def _peek(self, what: str) -> bool:
-        return self.text.startswith(what, self.at)
-
-    def _skip(self, pattern: re.Pattern[str]) -> int:
-        found = pattern.match(self.text, self.at)
-        assert found is not None  # both patterns match the empty string
-        self.at = found.end()
-        return self.at
+def key_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
+    """Yields the path and the line of each key and table of a TOML text, since `tomllib` keeps no
+    positions. Keys of an inline table have its line. Equal tables of an array are told apart by
+    their numbers."""
+    bare = _STRING_OR_COMMENT.sub(lambda found: "\n" * found[0].count("\n"), text)
+    prefix: KeyPath = ()
+    counts: Counter[KeyPath] = Counter()
+    depth = 0
+    for line, (row, rest) in enumerate(zip(text.split("\n"), bare.split("\n"), strict=True), 1):
+        found = _KEY_LINE.match(row)
+        if found and depth == 0 and ("=" in rest or "[" in rest):  # not inside of a value
+            path = key_path(found["key"])
+            if found["bracket"] == "[[":
+                counts[path] += 1
+                path = (*path, str(counts[path] - 1))
+            if found["bracket"]:
+                prefix = path
+            yield path if found["bracket"] else (*prefix, *path), line
+        depth += rest.count("[") - rest.count("]")
 
 
-def _unquote(part: str) -> str:
-    if part.startswith("'"):
-        return part[1:-1]
-    if part.startswith('"'):
-        try:
-            return str(json.loads(part))
-        except ValueError:
-            return part[1:-1]
-    return part
+def key_path(key: str) -> KeyPath:
+    """Returns the parts of a key as TOML writes it, such as `a."b.c"`."""
+    path: list[str] = []
+    inside = tomllib.loads(f"{key} = 0")
+    while isinstance(inside, dict):
+        ((name, inside),) = inside.items()
+        path.append(name)
+    return tuple(path)
+
+
+def index_lines(text: str) -> dict[KeyPath, int]:
+    """Returns the line of each key and table, and of those that contain it."""
+    lines: dict[KeyPath, int] = {}
+    for path, line in key_lines(text):
+        for end in range(1, len(path) + 1):
+            lines.setdefault(path[:end], line)
+    return lines

@@ -20,7 +20,10 @@ numbers = [
   1, # a ] in a comment
   2,
 ]
-words = ["]", 'x']
+words = [
+  ["]"],
+  ['x = 1'],
+]
 text = """
 not_a_key = 1
 """
@@ -105,14 +108,14 @@ def test_toml_keys_have_the_line_they_stand_on() -> None:
         "quoted.key": 2,
         "table.numbers": 4,
         "table.words": 8,
-        "table.text": 9,
-        "table.inline.a": 12,
-        "table.inline.b.c": 12,
-        "table.inline.deep.d": 12,
-        "table.after": 13,
-        "table.sub.key": 16,
-        "many": 17,
-        "odd [name].z": 22,
+        "table.text": 12,
+        "table.inline.a": 15,
+        "table.inline.b.c": 15,
+        "table.inline.deep.d": 15,
+        "table.after": 16,
+        "table.sub.key": 19,
+        "many": 20,
+        "odd [name].z": 25,
     }
 
 
@@ -141,7 +144,11 @@ def test_yaml_keys_have_the_line_they_stand_on() -> None:
             "x.toml:1: not valid TOML: unexpected text after the value in `x = 1 y = 2`",
         ),
         ("[a]\n[b]\n[a]\n", "x.toml:3: a: given twice; first on line 1"),
-        ("a.b = 1\na = { c = 1, c = 2 }\n", "x.toml:2: a.c: given twice; first on line 2"),
+        ("a.b = 1\n\n'a'.b = 2\n", "x.toml:3: a.b: given twice; first on line 1"),
+        (
+            "a = { c = 1, c = 2 }\n",
+            "x.toml:1: not valid TOML: duplicate inline table key 'c' in `a = { c = 1, c = 2 }`",
+        ),
     ],
 )
 def test_toml_syntax_errors_are_sentences(text: str, says: str) -> None:
