@@ -14,6 +14,7 @@ PLUGINS = {
     "samples": "overland.apps.evaluation.sample",  # of the model, before and after training
     "built_corpus": "overland.apps.data.built",  # its documents, to describe or evaluate them
     "train_loader": "overland.apps.data.loader",  # for a user's own script
+    "exports": "overland.apps.convert.exports",  # a run's weights and adapters for other programs
     "four_files": "overland.apps.convert.four_files",  # checkpoint.full_format = "torch"
 }
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from overland.apps.convert.formats import open_any
-from overland.checkpoint.formats.merge import join
+from overland.apps.convert.formats.merge import join
 from overland.config.load import load_config
 from overland.config.write import toml_value
 from overland.data.corpora import Preparer

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from overland import Format, LazyCheckpoint, register_format
-from overland.checkpoint.formats.lazy import held
+from overland.apps.convert.formats.lazy import held
 
 
 def detect(path):

@@ -11,11 +11,12 @@ from overland.config.load import Loaded
 from overland.config.schema import JobConfig
 from overland.errors import CheckpointError, ModelError, sentence
 from overland.models.flops import outline_of, trained_parameters
-from overland.models.lora_targets import is_saved_whole
+from overland.models.lora_targets import is_adapter, is_saved_whole
 from overland.models.registry import model_config
+from overland.plugins import plugin
 
 if TYPE_CHECKING:
-    from overland.checkpoint.formats.lazy import Lazy
+    from overland.checkpoint.lazy import Lazy
 
 
 def check_adapter(loaded: Loaded) -> Iterator[Problem]:
@@ -36,11 +37,8 @@ def check_adapter(loaded: Loaded) -> Iterator[Problem]:
         wanted = trained_parameters(model_config(loaded.config.model), loaded.config.lora)
     except (ModelError, OSError):
         return  # another check reports it
-    from overland.checkpoint.formats.lazy import digest
-    from overland.checkpoint.formats.peft import is_adapter, open_peft
-
     try:
-        weights = open_peft(Path(folder)).weights()
+        weights: Mapping[str, Lazy] = plugin("formats").open_peft(Path(folder)).weights()
         found = {name: lazy.shape for name, lazy in weights.items()}
     except (CheckpointError, OSError) as error:
         yield Problem(str(error), loaded.where(key), key, folder)
@@ -53,7 +51,7 @@ def check_adapter(loaded: Loaded) -> Iterator[Problem]:
         for one, owner in ties_in(loaded.config).items()
         if owner in wanted
         and owner in found
-        and (one not in found or digest(weights[one].load()) != digest(weights[owner].load()))
+        and (one not in found or not _are_equal(weights[one], weights[owner]))
     ]
     if missing:
         message = f"lacks {missing[0]}, which the model has with these settings"
@@ -71,6 +69,10 @@ def check_adapter(loaded: Loaded) -> Iterator[Problem]:
         yield from _damaged(loaded, {name: weights[name] for name in wanted})
         return
     yield Problem(f"does not fit this model: it {message}", loaded.where(key), key, folder)
+
+
+def _are_equal(one: Lazy, other: Lazy) -> bool:
+    return one.dtype == other.dtype and one.load().equal(other.load())
 
 
 def _damaged(loaded: Loaded, adapters: Mapping[str, Lazy]) -> Iterator[Problem]:

@@ -185,7 +185,7 @@ def checkpoint(
     ] = False,
 ) -> None:
     """Read every byte of a checkpoint and verify it against its checksums."""
-    from overland.checkpoint.verify import find_checkpoints, total_bytes, verify
+    from overland.apps.proofs.checkpoint import find_checkpoints, total_bytes, verify
 
     damaged = 0
     for one in find_checkpoints(path.expanduser()):

@@ -45,6 +45,7 @@ from overland.world.records import record
 
 RULES = 1  # part of every fingerprint; increased when the same files give different ids
 END_OF_TEXT = "<|endoftext|>"
+PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
 SMALLEST = 257  # every byte, and the end-of-document token
 
 
@@ -138,6 +139,16 @@ class Tokenizer:
 
     @property
     def end_id(self) -> int | None:
+        return self.eos_id
+
+    @property
+    def pad_id(self) -> int | None:
+        """The padding token if the model's config has none: the tokenizer's, or one with a usual
+        name, or the end-of-document token."""
+        name = self.named.get("pad_token")
+        for one in ([name] if name else []) + list(PADS):
+            if one in self.specials:
+                return self.specials[one]
         return self.eos_id
 
     @property

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from overland.errors import DataError
-from overland.files import parse_json
+from overland.errors import CheckpointError, DataError
+from overland.files import leads_out, parse_json
 
 # Meta puts its own format in a subfolder of the one with Hugging Face's.
 PLACES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
@@ -17,6 +17,21 @@ PLACES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 CONFIG, NAMES, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TEMPLATE = "chat_template.jinja"
 BESIDE = (CONFIG, NAMES, ADDED, TEMPLATE)
+
+GENERATION = "generation_config.json"
+# Files next to weights that belong to them, besides config.json.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION,
+)
 
 ROLES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
@@ -173,3 +188,20 @@ def read_json(data: bytes, path: Path | str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{path} is not a JSON object: download it again")
     return value
+
+
+def companions_in(folder: Path) -> list[Path]:
+    found = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    for path in found:
+        refuse_link_out(path)
+    return found
+
+
+def refuse_link_out(path: Path) -> None:
+    """Raises for a link that leads out of its folder. Only files of the folder itself may be copied
+    with the weights: a folder from somebody else could link to any file on this machine."""
+    if leads_out(path, path.parent):
+        raise CheckpointError(
+            f"{path} is a link that leads out of its folder, to {path.resolve()}: replace it with "
+            "a copy if it belongs there, or remove it"
+        )

@@ -2,7 +2,7 @@
 several.
 
 Only the slice that this rank needs is read, one tensor at a time. Conversions read the same folders
-with `overland.checkpoint.formats.hf`, which also writes them.
+with `overland.apps.convert.formats.hf`, which also writes them.
 """
 
 from __future__ import annotations

@@ -27,6 +27,11 @@ def is_target(name: str, settings: Lora) -> bool:
     return is_named(name, settings.targets) and not is_out and in_layers
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name was added by an adapter."""
+    return ".lora_" in name
+
+
 def is_saved_whole(name: str, settings: Lora) -> bool:
     """Whether a parameter of the model is trained in full alongside the adapters: one in a module
     whose name ends as given in `modules_to_save`, or in a module inside it. As in PEFT, the ending

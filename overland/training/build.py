@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from overland.checkpoint.formats.hf import padding_of
 from overland.checkpoint.store import Store
 from overland.checks.block_order import require_order
 from overland.checks.left_out import left_out
@@ -222,7 +221,7 @@ def rows_held_out(config: JobConfig, model: ParallelModel, objective: Objective,
 
 def say_padding(tokenizer: Tokenizer, config: JobConfig, report: Report) -> None:
     """Reports which token is used for padding if the tokenizer of a chat model has none."""
-    pad = padding_of(tokenizer)
+    pad = tokenizer.pad_id
     if config.sft.shape != "off" and "pad_token" not in tokenizer.named and pad is not None:
         name = tokenizer.pieces([pad])[0]
         report(f"the tokenizer has no padding token; exports will use {name} as pad_token")

@@ -7,14 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from overland.checkpoint.formats.checkpoint import companions_in
-from overland.checkpoint.formats.hf import GENERATION
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data.corpus import Corpus
 from overland.data.prepare import corpora_of
 from overland.data.sft import end_of_turn
 from overland.data.tokenizer import UNKNOWN, Tokenizer
+from overland.data.tokenizer_files import GENERATION, companions_in
 from overland.files import replace_file
 from overland.plugins import plugin
 from overland.run_folder import MODEL_CONFIG

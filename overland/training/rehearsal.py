@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
-from overland.checkpoint.formats.checkpoint import MODEL
+from overland.checkpoint.lazy import MODEL
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import open_checkpoint, refuse_unused, require_fit
 from overland.config.derived import model_name

@@ -10,12 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from overland.checkpoint.adapters import set_later_adapters_aside
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
-from overland.checkpoint.formats.checkpoint import LazyCheckpoint
-from overland.checkpoint.formats.lazy import Lazy, counting
-from overland.checkpoint.formats.peft import OLD_WEIGHTS, WEIGHTS, open_peft
-from overland.checkpoint.formats.sparse import densify
+from overland.checkpoint.lazy import Lazy, LazyCheckpoint, counting
 from overland.checkpoint.origin import Origin, mark_files
 from overland.config.adapter import ADAPTER_CONFIG
 from overland.config.schema import Checkpoint, JobConfig
@@ -39,7 +35,7 @@ if TYPE_CHECKING:
     from overland.training.run import Run
 
 Report = Callable[[str], None]
-ADAPTER_FILES = (ADAPTER_CONFIG, WEIGHTS, OLD_WEIGHTS)
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
 
 
 def start_from(run: Run, report: Report) -> None:
@@ -219,7 +215,7 @@ def _load_foreign(run: Run, path: Path) -> None:
         )
     source = open_foreign(path, run.model_config)
     if run.config.model.sparse is None:
-        source = densify(source)
+        source = plugin("formats").densify(source)
     weights, new_rows = source.weights(), new_rows_of(run.config)
     parameters = require_weights(path, run.model.parts, weights, new_rows)
     buffers = {n: b for n, b in named_buffers(run.model.parts).items() if n in weights}
@@ -286,7 +282,8 @@ def load_adapter(run: Run, path: Path) -> None:
     """Loads PEFT adapters, and the modules that are trained in full alongside them. Frozen weights
     in the same folder, such as embeddings stored by PEFT, must equal the loaded ones."""
     with counting(run.beat.pulse.moved):
-        weights = open_peft(path).weights()
+        opened: LazyCheckpoint = plugin("formats").open_peft(path)
+        weights = opened.weights()
         named = named_parameters(run.model.parts)
         wanted = {n: p for n, p in named.items() if p.requires_grad and n in weights}
         mine = {n for n, p in named.items() if p.requires_grad and n not in weights}
@@ -375,6 +372,8 @@ def try_to_restore(run: Run, path: Path, report: Report) -> str:
 
 def put_later_ones_aside(run: Run, report: Report) -> None:
     if run.world.is_first:
-        set_later_adapters_aside(run.folder.root, run.progress.step, run.store.disk)
+        if run.config.lora.rank:
+            later_adapters = plugin("exports").set_later_adapters_aside
+            later_adapters(run.folder.root, run.progress.step, run.store.disk)
         for later in set_later_aside(run.store.folder, run.progress.step, run.store.disk):
             report(f"a later checkpoint is kept as {later}")

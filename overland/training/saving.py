@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from overland.checkpoint.adapters import follow
 from overland.checkpoint.folder import committed
 from overland.checkpoint.links import follow_links
 from overland.checkpoint.snapshot import tensors_in_words
@@ -14,6 +13,7 @@ from overland.checkpoint.store import Outcome
 from overland.errors import CheckpointError, NotSavedError, TrainingError, sentence
 from overland.files import Moved, ignore
 from overland.parallel.comm import from_first_rank
+from overland.plugins import plugin
 from overland.training.callbacks import Record
 from overland.training.ledger_writer import LedgerWriter
 from overland.training.run import Run
@@ -32,7 +32,7 @@ def prepare_saves(run: Run, report: Callable[[str], None]) -> None:
     def adapters(newest: Path | None = None, moved: Moved = ignore) -> None:
         in_fallback = run.store.folder == run.folder.fallback
         root = run.store.folder if in_fallback else run.folder.root
-        follow(root, run.store.folder, newest, run.store.disk, moved)
+        plugin("exports").follow(root, run.store.folder, newest, run.store.disk, moved)
 
     def links(newest: Path | None = None, moved: Moved = ignore) -> None:
         follow_links(run.folder.root, run.store.folder, run.store.disk)

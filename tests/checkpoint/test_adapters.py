@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from overland.apps.convert import convert
+from overland.apps.convert.exports import follow
 from overland.apps.convert.formats import open_any
 from overland.apps.convert.verify import model_with_weights
 from overland.apps.evaluation import model as evaluation
 from overland.apps.evaluation.model import find_run, open_model
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
-from overland.checkpoint.adapters import follow
 from overland.checks import load_checked
 from overland.config.errors import ConfigError
 from overland.config.load import load_config

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from overland.apps.proofs.checkpoint import verify
 from overland.checkpoint.format import is_tiled_by, marker, parse_marker
 from overland.checkpoint.read import load
-from overland.checkpoint.verify import verify
 from overland.errors import CheckpointError
 from tests.checkpoint.states import copy, like, save, some_state
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.apps.proofs.checkpoint import verify
 from overland.checkpoint.folder import latest_checkpoint, list_checkpoints
 from overland.checkpoint.read import load
-from overland.checkpoint.verify import verify
 from overland.run_folder import LATEST
 from tests.checkpoint.states import Killed, MortalDisk, copy, like, save, some_state
 

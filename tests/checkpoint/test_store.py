@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from overland.apps.proofs.checkpoint import verify
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint import write
 from overland.checkpoint.folder import list_checkpoints
@@ -26,7 +27,6 @@ from overland.checkpoint.format import marker
 from overland.checkpoint.plan import PackedTensor
 from overland.checkpoint.read import fill, load, open_checkpoint
 from overland.checkpoint.store import Store
-from overland.checkpoint.verify import verify
 from overland.config.schema import Checkpoint as Settings
 from overland.errors import CheckpointError
 from overland.files import Disk, reserve

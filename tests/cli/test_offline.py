@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.checkpoint.verify import verify
+from overland.apps.proofs.checkpoint import verify
 from overland.data.tokenizer import train_tokenizer
 from tests.cli.processes import LIMIT_SECONDS, ROOT, TINY, environment, read_metrics
 from tests.data.tokenizer_folders import CORPUS

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from overland.apps.proofs.checkpoint import verify
 from overland.checkpoint.folder import latest_checkpoint, list_checkpoints
-from overland.checkpoint.verify import verify
 from tests.cli.processes import (
     LIMIT_SECONDS,
     TINY,

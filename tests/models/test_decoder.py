@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from overland.checkpoint.formats.hf import require_known
+from overland.apps.convert.formats.hf import require_known
 from overland.errors import CheckpointError, ModelError
 from overland.models import DecoderConfig, build_model
 from overland.models.init import init_weights

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from overland.apps.convert.formats import LazyCheckpoint, Options
-from overland.checkpoint.formats.hf import write_hf
-from overland.checkpoint.formats.lazy import cast_lazily, held
+from overland.apps.convert.formats.hf import write_hf
+from overland.apps.convert.formats.lazy import cast_lazily, held
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.hf import load_hf
 from overland.models.init import Part, init_weights

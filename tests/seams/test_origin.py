@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from overland.apps.convert import convert
+from overland.apps.proofs.checkpoint import verify
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.read import open_checkpoint
-from overland.checkpoint.verify import verify
 from overland.config.schema import JobConfig
 from overland.errors import CheckpointError
 from overland.models import build_model, resolve_config, transform

@@ -18,22 +18,16 @@ import torch
 from torch import Tensor
 
 from overland.apps.convert.formats import FORMATS, open_any, targets
+from overland.apps.convert.formats.files import Options, read_json_object
+from overland.apps.convert.formats.lazy import cast_lazily, digest
+from overland.apps.convert.formats.merge import Merged, join, merge
+from overland.apps.convert.formats.overland import step_of_export
+from overland.apps.convert.formats.peft import has_adapters, trained
+from overland.apps.convert.formats.sparse import densify
 from overland.apps.convert.verify import verify_hashes, verify_logits, verify_products
 from overland.arguments import dtype_name, path_of, path_or_none, texts
-from overland.checkpoint.formats.checkpoint import (
-    MODEL,
-    Config,
-    LazyCheckpoint,
-    Options,
-    companions_in,
-    read_json_object,
-    split_state,
-)
-from overland.checkpoint.formats.lazy import Lazy, cast_lazily, digest
-from overland.checkpoint.formats.merge import Merged, join, merge
-from overland.checkpoint.formats.overland import step_of_export
-from overland.checkpoint.formats.peft import has_adapters, trained
-from overland.checkpoint.formats.sparse import densify
+from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint, split_state
+from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import publish, sync
 from overland.words import did_you_mean

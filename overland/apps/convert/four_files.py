@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from overland.apps.convert.formats.files import Options
+from overland.apps.convert.formats.lazy import Stored
+from overland.apps.convert.formats.overland import as_lazy_checkpoint, write_overland
 from overland.apps.convert.formats.torch import PROGRESS, WEIGHTS, open_torch, write_torch
 from overland.checkpoint.folder import set_aside
 from overland.checkpoint.format import BLOCK, FileInfo, Index, Part, TensorEntry, checksum
-from overland.checkpoint.formats.checkpoint import LazyCheckpoint, Options
-from overland.checkpoint.formats.lazy import Stored
-from overland.checkpoint.formats.overland import as_lazy_checkpoint, write_overland
+from overland.checkpoint.lazy import LazyCheckpoint
 from overland.checkpoint.read import CheckpointReader
 from overland.checkpoint.write import commit
 from overland.errors import CheckpointError

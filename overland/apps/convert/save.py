@@ -10,11 +10,13 @@ import torch
 
 from overland.apps.convert.convert import DTYPES, new_target
 from overland.apps.convert.formats import FORMATS
+from overland.apps.convert.formats.files import Options
+from overland.apps.convert.formats.lazy import cast_lazily, held
 from overland.apps.evaluation.model import OpenModel
 from overland.arguments import dtype_name, path_of, refused
-from overland.checkpoint.formats.checkpoint import MODEL, LazyCheckpoint, Options, companions_in
-from overland.checkpoint.formats.lazy import Lazy, cast_lazily, held
+from overland.checkpoint.lazy import MODEL, Lazy, LazyCheckpoint
 from overland.data.tokenizer import Tokenizer
+from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.models.init import persistent_buffers, plain_name
 from overland.models.registry import lacks_hf_form

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from overland.checkpoint.formats.checkpoint import MODEL, Config, LazyCheckpoint
-from overland.checkpoint.formats.lazy import digest
-from overland.checkpoint.formats.merge import Merged, compare
+from overland.apps.convert.formats.lazy import digest
+from overland.apps.convert.formats.merge import Merged, compare
+from overland.checkpoint.lazy import MODEL, Config, LazyCheckpoint
 from overland.config.adapter import settings_of
 from overland.errors import CheckpointError, ModelError
 from overland.models.flops import sample_fields

@@ -18,22 +18,16 @@ import torch
 from torch import nn
 
 from overland.apps.convert.formats import LazyCheckpoint, open_any
+from overland.apps.convert.formats.files import is_computed, read_json_object
+from overland.apps.convert.formats.hf import FILES, without_head
+from overland.apps.convert.formats.merge import join, merge
+from overland.apps.convert.formats.overland import complete, step_of_export
+from overland.apps.convert.formats.peft import has_adapters
+from overland.apps.convert.formats.sparse import densify
 from overland.apps.evaluation.weights import FileWeights, RunWeights, Weights
 from overland.arguments import dtype_name, integer_or_none, path_of, path_or_none
 from overland.checkpoint.folder import committed, result_of, step_of
-from overland.checkpoint.formats.checkpoint import (
-    MODEL,
-    Config,
-    companions_in,
-    is_computed,
-    read_json_object,
-)
-from overland.checkpoint.formats.hf import FILES, GENERATION, without_head
-from overland.checkpoint.formats.lazy import Lazy
-from overland.checkpoint.formats.merge import join, merge
-from overland.checkpoint.formats.overland import complete, step_of_export
-from overland.checkpoint.formats.peft import has_adapters
-from overland.checkpoint.formats.sparse import densify
+from overland.checkpoint.lazy import MODEL, Config, Lazy
 from overland.checkpoint.read import read_marker
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
@@ -41,6 +35,7 @@ from overland.config.load import load_config
 from overland.config.schema import Checkpoint, Data, JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import tokenizer_of
+from overland.data.tokenizer_files import GENERATION, companions_in
 from overland.errors import CheckpointError, DataError, ModelError, OutOfMemoryError
 from overland.models.build import build_undivided
 from overland.models.config import DecoderConfig

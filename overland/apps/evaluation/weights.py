@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from overland.apps.convert.formats import LazyCheckpoint
-from overland.checkpoint.formats.checkpoint import MODEL
-from overland.checkpoint.formats.lazy import Lazy, counting
-from overland.checkpoint.formats.overland import require_readable
+from overland.apps.convert.formats.overland import require_readable
+from overland.checkpoint.lazy import MODEL, Lazy, counting
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import fill, open_checkpoint
 from overland.errors import CheckpointError

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from overland.apps.convert.formats import LazyCheckpoint
-from overland.checkpoint.formats.lazy import Lazy, held
+from overland.apps.convert.formats.lazy import held
+from overland.checkpoint.lazy import Lazy
 from overland.models import DecoderConfig
 from tests.cli.processes import ROOT
 from tests.models.tiny import hf

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from overland.apps.convert import convert
 from overland.apps.convert.formats import open_any
 from overland.apps.convert.formats.dcp import read_dcp
+from overland.apps.convert.formats.lazy import digest
 from overland.apps.convert.formats.torch_save import scalar
 from overland.apps.convert.verify import model_with_weights
-from overland.checkpoint.formats.lazy import digest
 from overland.models import DecoderConfig
 
 from .samples import DCP, DEEPSPEED, META, fixture, saved

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from overland.apps.convert import convert
 from overland.apps.convert.formats import FORMATS, Options, open_any
+from overland.apps.convert.formats.lazy import digest
+from overland.apps.convert.formats.safetensors import read_safetensors
 from overland.apps.convert.formats.torch_save import read_torch_file
 from overland.apps.convert.verify import verify_hashes
-from overland.checkpoint.formats.lazy import digest
-from overland.checkpoint.formats.safetensors import read_safetensors
 from overland.errors import CheckpointError
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.hf import load_hf

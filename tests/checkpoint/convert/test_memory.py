@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from overland.apps.convert.formats import FORMATS, LazyCheckpoint, Options
-from overland.checkpoint.formats.lazy import Lazy
+from overland.checkpoint.lazy import Lazy
 from overland.models import DecoderConfig
 from tests.models.tiny import hf
 

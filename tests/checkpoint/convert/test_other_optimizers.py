@@ -10,7 +10,7 @@ import torch
 
 from overland.apps.convert import convert
 from overland.apps.convert.formats import FORMATS, LazyCheckpoint, Options, open_any
-from overland.checkpoint.formats.lazy import held
+from overland.apps.convert.formats.lazy import held
 from overland.models import DecoderConfig
 
 from .samples import assert_same, contents, tiny_config, tiny_source

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from overland.apps.convert import convert
 from overland.apps.convert.formats import LazyCheckpoint, open_any
+from overland.apps.convert.formats.lazy import held
+from overland.apps.convert.formats.merge import Merged, join, merge
+from overland.apps.convert.formats.peft import plain_name
 from overland.apps.convert.verify import model_with_weights
-from overland.checkpoint.formats.lazy import held
-from overland.checkpoint.formats.merge import Merged, join, merge
-from overland.checkpoint.formats.peft import plain_name
 from overland.config.adapter import config_of, read_adapter_config, settings_of
 from overland.errors import CheckpointError
 from overland.models.init import init_buffers

@@ -14,11 +14,12 @@ from overland.apps.convert import convert
 from overland.apps.convert.formats import (
     FORMATS,
     Options,
+    lazy,
     open_any,
     register_format,
     targets,
 )
-from overland.checkpoint.formats import lazy
+from overland.checkpoint.lazy import counting
 from overland.cli.main import app
 from overland.errors import CheckpointError
 from tests.jobs import write_model
@@ -279,7 +280,7 @@ def test_bytes_are_counted_as_they_are_read(
     tensor, path, counts = torch.arange(10_000), tmp_path / "a.bin", list[int]()
     path.write_bytes(lazy.memory(tensor))
     stored = lazy.Stored((10_000,), torch.int64, path, 0)
-    with lazy.counting(counts.append):
+    with counting(counts.append):
         assert torch.equal(stored.load(), tensor)
     assert counts == [1000] * 80
     stored.load()

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from overland.apps.convert.formats import LazyCheckpoint, Options
-from overland.checkpoint.formats.checkpoint import companions_in
-from overland.checkpoint.formats.hf import write_hf
-from overland.checkpoint.formats.lazy import held
+from overland.apps.convert.formats.hf import write_hf
+from overland.apps.convert.formats.lazy import held
 from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.data.tokenizer_files import companions_in
 from overland.models import DecoderConfig, build_model
 from overland.models.init import init_weights
 from tests.data.tokenizer_folders import CORPUS, KINDS, byte_level_bpe

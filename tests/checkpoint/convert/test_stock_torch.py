@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from overland.apps.convert.formats import FORMATS, Options, open_any
+from overland.apps.convert.formats.lazy import held, memory
 from overland.apps.convert.formats.torch_save import read_torch_file, write_torch_file
-from overland.checkpoint.formats.lazy import held, memory
 
 from .samples import contents, tiny_config, tiny_source
 

@@ -12,23 +12,25 @@ from pathlib import Path
 
 from overland.apps.convert.formats.dcp import detect_dcp, open_dcp, write_dcp
 from overland.apps.convert.formats.deepspeed import detect_deepspeed, open_deepspeed
+from overland.apps.convert.formats.files import Options
+from overland.apps.convert.formats.hf import detect_hf, open_hf, write_hf
 from overland.apps.convert.formats.meta import detect_meta, open_meta, write_meta
-from overland.apps.convert.formats.torch import detect_torch, open_torch, write_torch
-from overland.arguments import path_of
-from overland.checkpoint.formats.checkpoint import Config, LazyCheckpoint, Options
-from overland.checkpoint.formats.hf import detect_hf, open_hf, write_hf
-from overland.checkpoint.formats.overland import (
+from overland.apps.convert.formats.overland import (
     complete,
     detect_overland,
     open_overland,
     write_overland,
 )
-from overland.checkpoint.formats.peft import detect_peft, open_peft, write_peft
-from overland.checkpoint.formats.safetensors import detect_single, open_single, write_single
+from overland.apps.convert.formats.peft import detect_peft, open_peft, write_peft
+from overland.apps.convert.formats.safetensors import detect_single, open_single, write_single
+from overland.apps.convert.formats.sparse import densify
+from overland.apps.convert.formats.torch import detect_torch, open_torch, write_torch
+from overland.arguments import path_of
+from overland.checkpoint.lazy import Config, LazyCheckpoint
 from overland.errors import CheckpointError
 
-__all__ = ["FORMATS", "Format", "LazyCheckpoint", "Options", "open_any", "register_format",
-           "targets"]  # fmt: skip
+__all__ = ["FORMATS", "Format", "LazyCheckpoint", "Options", "densify", "open_any", "open_peft",
+           "register_format", "targets"]  # fmt: skip
 
 
 @dataclass(frozen=True)

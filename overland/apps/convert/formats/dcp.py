@@ -18,6 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overland.apps.convert.formats.files import (
+    Options,
+    config_near,
+    split_by_size,
+    write_companions,
+)
+from overland.apps.convert.formats.lazy import MAX_DIMS, Stored, Tiled, held, num_updates
 from overland.apps.convert.formats.meta import (
     check_is_plain_llama,
     has_meta_names,
@@ -30,22 +37,18 @@ from overland.apps.convert.formats.pickles import StandIn, load_pickle
 from overland.apps.convert.formats.safe_globals import SAFE_GLOBALS
 from overland.apps.convert.formats.torch_save import read_torch_file, scalar, write_torch_file
 from overland.checkpoint.format import is_tiled_by
-from overland.checkpoint.formats.checkpoint import (
+from overland.checkpoint.lazy import (
     MODEL,
     MOMENTS,
     NUM_UPDATES,
     OPTIMIZER,
     Config,
+    Lazy,
     LazyCheckpoint,
-    Options,
-    companions_in,
-    config_near,
-    num_updates,
-    split_by_size,
+    Shape,
     split_state,
-    write_companions,
 )
-from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Shape, Stored, Tiled, held
+from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import new_file
 

@@ -17,21 +17,14 @@ from typing import Any
 
 import torch
 
+from overland.apps.convert.formats.files import config_near
+from overland.apps.convert.formats.lazy import Joined, Stored, cast_lazily, num_updates
+from overland.apps.convert.formats.peft import PREFIX, plain_name, plain_names
 from overland.apps.convert.formats.pickles import StandIn
 from overland.apps.convert.formats.torch_save import read_torch_file, scalar, tensors_in
-from overland.checkpoint.formats.checkpoint import (
-    MODEL,
-    MOMENTS,
-    OPTIMIZER,
-    Config,
-    LazyCheckpoint,
-    companions_in,
-    config_near,
-    num_updates,
-)
-from overland.checkpoint.formats.lazy import Joined, Lazy, Shape, Stored, cast_lazily
-from overland.checkpoint.formats.peft import PREFIX, plain_name, plain_names
+from overland.checkpoint.lazy import MODEL, MOMENTS, OPTIMIZER, Config, Lazy, LazyCheckpoint, Shape
 from overland.config.adapter import ADAPTER_CONFIG, read_adapter_config
+from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 
 

@@ -15,21 +15,25 @@ from typing import Any
 
 from torch import Tensor
 
-from overland.apps.convert.formats.torch_save import read_torch_file, tensors_in, write_torch_file
-from overland.checkpoint.formats.checkpoint import (
-    MODEL,
-    OPTIMIZER,
-    Config,
-    LazyCheckpoint,
+from overland.apps.convert.formats.files import (
     Options,
-    companions_in,
     copy_files,
     is_computed,
     read_json_object,
-    split_state,
     write_json,
 )
-from overland.checkpoint.formats.lazy import Changed, Lazy, Shape, Stored, Tiled
+from overland.apps.convert.formats.lazy import Changed, Stored, Tiled
+from overland.apps.convert.formats.torch_save import read_torch_file, tensors_in, write_torch_file
+from overland.checkpoint.lazy import (
+    MODEL,
+    OPTIMIZER,
+    Config,
+    Lazy,
+    LazyCheckpoint,
+    Shape,
+    split_state,
+)
+from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import new_file
 

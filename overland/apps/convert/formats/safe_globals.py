@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from overland.apps.convert.formats.lazy import MAX_DIMS, Stored
 from overland.apps.convert.formats.pickles import Maker, Names, as_dict, as_keys, stand_in
-from overland.checkpoint.formats.lazy import MAX_DIMS, Shape, Stored
+from overland.checkpoint.lazy import Shape
 from overland.errors import CheckpointError
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from overland.apps.convert.formats.files import Options, config_near, write_companions
+from overland.apps.convert.formats.lazy import Stored, held, num_updates
 from overland.apps.convert.formats.meta import has_meta_names, head_dim_of, to_hf_names
 from overland.apps.convert.formats.torch_save import (
     read_torch_file,
@@ -26,20 +28,16 @@ from overland.apps.convert.formats.torch_save import (
     tensors_in,
     write_torch_file,
 )
-from overland.checkpoint.formats.checkpoint import (
+from overland.checkpoint.lazy import (
     MODEL,
     MOMENTS,
     NUM_UPDATES,
     OPTIMIZER,
     Config,
+    Lazy,
     LazyCheckpoint,
-    Options,
-    companions_in,
-    config_near,
-    num_updates,
-    write_companions,
 )
-from overland.checkpoint.formats.lazy import Lazy, Stored, held
+from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import new_file
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from overland.apps.convert.formats.lazy import Stored, memory
 from overland.apps.convert.formats.pickles import load_pickle
 from overland.apps.convert.formats.safe_globals import (
     SAFE_GLOBALS,
@@ -26,7 +27,7 @@ from overland.apps.convert.formats.safe_globals import (
     Storage,
     StorageType,
 )
-from overland.checkpoint.formats.lazy import Lazy, Stored, counter, memory
+from overland.checkpoint.lazy import Lazy, counter
 from overland.errors import CheckpointError
 
 # A pickle describes tensors in a few hundred bytes each; a larger one is an attack or a mistake.

@@ -14,28 +14,30 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import overland
+from overland.apps.convert.formats.files import Options, read_json_object
+from overland.apps.convert.formats.hf import open_hf
+from overland.apps.convert.formats.lazy import held
 from overland.checkpoint.folder import committed, result_of, step_of
-from overland.checkpoint.formats.checkpoint import (
+from overland.checkpoint.lazy import (
     MODEL,
     MOMENTS,
     Config,
+    Lazy,
     LazyCheckpoint,
-    Options,
-    companions_in,
-    read_json_object,
+    Slices,
+    counter,
     split_state,
 )
-from overland.checkpoint.formats.hf import open_hf
-from overland.checkpoint.formats.lazy import Lazy, Slices, counter, held
-from overland.checkpoint.formats.peft import is_adapter
 from overland.checkpoint.origin import LEFT_OUT, Origin
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
 from overland.checkpoint.write import write_whole_tensors
 from overland.config.adapter import config_of
 from overland.config.derived import GroupRates, group_rates
 from overland.config.schema import Lora, Optimizer
+from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import parse_toml
+from overland.models.lora_targets import is_adapter
 from overland.run_folder import (
     ADAPTERS,
     CHECKPOINTS,

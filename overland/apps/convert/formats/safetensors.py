@@ -15,16 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from overland.apps.convert.formats.files import Options, config_near
+from overland.apps.convert.formats.lazy import MAX_DIMS, Stored, memory
 from overland.checkpoint.format import DTYPE_NAMES, DTYPES, checksum, header_of
-from overland.checkpoint.formats.checkpoint import (
-    MODEL,
-    Config,
-    LazyCheckpoint,
-    Options,
-    companions_in,
-    config_near,
-)
-from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Stored, counter, memory
+from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint, counter
+from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import CHECKSUMS, checksums_of, new_file, what_is_wrong
 

@@ -14,12 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from overland.checkpoint.formats.checkpoint import (
-    MODEL,
-    Config,
-    LazyCheckpoint,
+from overland.apps.convert.formats.files import (
     Options,
-    companions_in,
     config_near,
     copy_files,
     is_computed,
@@ -27,15 +23,16 @@ from overland.checkpoint.formats.checkpoint import (
     split_by_size,
     write_json,
 )
-from overland.checkpoint.formats.lazy import Lazy, digest
-from overland.checkpoint.formats.safetensors import (
+from overland.apps.convert.formats.lazy import digest
+from overland.apps.convert.formats.safetensors import (
     Checksums,
     read_safetensors,
     write_checksums,
     write_safetensors,
 )
+from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
 from overland.data.tokenizer import Tokenizer
-from overland.data.tokenizer_files import is_ranks
+from overland.data.tokenizer_files import GENERATION, companions_in, is_ranks
 from overland.errors import CheckpointError, DataError, ModelError
 from overland.models.hf import INDEX, SINGLE, read_index, shapes_in_files
 from overland.models.hf_config import RMSNORM
@@ -44,8 +41,7 @@ from overland.models.sizes import EMBEDDING, HEAD
 from overland.plugins import plugin
 
 OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
-GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
-PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
+TOKENIZER = "tokenizer_config.json"
 FILES = ("tokenizer.json", "tokenizer.model")
 
 
@@ -204,7 +200,7 @@ def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool
         begin = tokenizer.bos_id
     pad = config.get("pad_token_id")
     if pad is None or (trained_here and pad not in known):
-        pad = padding_of(tokenizer)
+        pad = tokenizer.pad_id
     ids = {
         "bos_token_id": begin,
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -213,16 +209,6 @@ def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool
     _write_tokenizer_config(folder, tokenizer, ids, config)
     _write_generation(folder, ids)
     return {**config, **ids}
-
-
-def padding_of(tokenizer: Tokenizer) -> int | None:
-    """Returns the padding token if the model's config has none: the tokenizer's, or one with a
-    usual name, or the end-of-document token."""
-    name = tokenizer.named.get("pad_token")
-    for one in ([name] if name else []) + list(PADS):
-        if one in tokenizer.specials:
-            return tokenizer.specials[one]
-    return tokenizer.eos_id
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer | None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from overland.checkpoint.formats.checkpoint import MODEL, LazyCheckpoint
-from overland.checkpoint.formats.lazy import Lazy
+from overland.checkpoint.lazy import MODEL, Lazy, LazyCheckpoint
 from overland.errors import CheckpointError
 from overland.models.sparse import MASK, masked
 

@@ -15,27 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.checkpoint.formats.checkpoint import (
-    MODEL,
-    Config,
-    LazyCheckpoint,
-    Options,
-    companions_in,
-    config_near,
-    copy_files,
-    refuse_link_out,
-)
-from overland.checkpoint.formats.lazy import Lazy
-from overland.checkpoint.formats.safetensors import (
+from overland.apps.convert.formats.files import Options, config_near, copy_files
+from overland.apps.convert.formats.safetensors import (
     read_safetensors,
     write_checksums,
     write_safetensors,
 )
+from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
 from overland.config.adapter import ADAPTER_CONFIG, read_adapter_config, settings_of
 from overland.config.schema import Lora
+from overland.data.tokenizer_files import companions_in, refuse_link_out
 from overland.errors import CheckpointError
 from overland.files import new_file
-from overland.models.lora_targets import is_saved_whole, is_target, rank_and_alpha
+from overland.models.lora_targets import is_adapter, is_saved_whole, is_target, rank_and_alpha
 from overland.models.sizes import EMBEDDING, HEAD
 from overland.plugins import plugin
 
@@ -162,10 +154,6 @@ def _check_others(
     for module in settings.modules_to_save:
         if not any(f"{module}." in name for name in others):
             raise CheckpointError(f"{where} lacks {module!s:.100}, one of its modules_to_save")
-
-
-def is_adapter(name: str) -> bool:
-    return ".lora_" in name
 
 
 def has_adapters(names: Iterable[str]) -> bool:

@@ -1,23 +1,32 @@
-"""A run's adapters as PEFT stores them: `checkpoint-N/` in the run folder for every `step_N`.
+"""What a run writes for other programs: its model as a Hugging Face folder, and its adapters as
+PEFT stores them, `checkpoint-N/` in the run folder for every `step_N`.
 
-They are made from committed checkpoints, so the layout does not matter and no rank waits; rank 0
-writes each of them atomically. They are created and deleted with their checkpoints: `follow` also
+Adapters are made from committed checkpoints, so the layout does not matter and no rank waits; rank
+0 writes each of them atomically. They are created and deleted with their checkpoints: `follow` also
 repairs what a killed session left undone.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from overland.apps.convert.formats.files import Options
+from overland.apps.convert.formats.hf import write_hf
+from overland.apps.convert.formats.lazy import cast_lazily
+from overland.apps.convert.formats.merge import merge
+from overland.apps.convert.formats.overland import as_lazy_checkpoint
+from overland.apps.convert.formats.peft import write_peft
+from overland.apps.convert.formats.sparse import densify
 from overland.checkpoint.folder import list_checkpoints, set_aside, step_of
-from overland.checkpoint.formats.checkpoint import Options, companions_in
-from overland.checkpoint.formats.lazy import counting
-from overland.checkpoint.formats.overland import as_lazy_checkpoint
-from overland.checkpoint.formats.peft import write_peft
-from overland.checkpoint.read import open_checkpoint
+from overland.checkpoint.lazy import counting
+from overland.checkpoint.read import CheckpointReader, open_checkpoint
+from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
-from overland.files import Disk, Moved, ignore
+from overland.files import Disk, Moved, ignore, publish
 from overland.run_folder import ADAPTERS, README, TOKENIZER, WRITTEN_BY, adapters_name
 
 CARD = """---
@@ -30,6 +39,23 @@ library_name: peft
     from peft import PeftModel
     model = PeftModel.from_pretrained(base_model, "{name}")
 """
+
+
+def write_hf_folder(
+    checkpoint: CheckpointReader, folder: Path, dtype: torch.dtype, tokenizer: Path
+) -> None:
+    """Writes a model in `dtype`, with adapters merged, replacing an earlier folder."""
+    source = densify(as_lazy_checkpoint(checkpoint))
+    if source.adapter is not None:
+        source = merge(source, dtype)
+    source.tensors = {name: cast_lazily(lazy, dtype) for name, lazy in source.tensors.items()}
+    source.companions = companions_in(tokenizer)
+    beside = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    write_hf(source, beside, Options())
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier step's weights
+    publish(beside, folder)
 
 
 def follow(

@@ -1,17 +1,13 @@
-"""Lazy tensors in files: shape and dtype are known, bytes are read on demand.
-
-All tensors of a checkpoint are lazy, and a conversion (joining shards, permuting rows, casting)
-wraps one in another. One tensor is in memory at a time. Files are read, not mapped, since pages of
-a mapped file count as memory of the process.
+"""Lazy tensors in files, and what conversions make of them (joining shards, permuting rows,
+casting): each wraps another. One tensor is in memory at a time. Files are read, not mapped, since
+pages of a mapped file count as memory of the process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,56 +15,13 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.format import checksum
+from overland.checkpoint.lazy import NUM_UPDATES, Lazy, Shape, Slices, counter
 from overland.errors import CheckpointError
-from overland.files import Moved, ignore
-
-Shape = tuple[int, ...]
-Slices = tuple[slice, ...]
 
 # The maximum in torch.
 MAX_DIMS = 64
 # Read at once: small enough to report progress in time on a slow disk.
 READ_BYTES = 1 << 24
-
-_moved: ContextVar[Moved] = ContextVar("moved", default=ignore)
-
-
-@contextmanager
-def counting(moved: Moved) -> Iterator[None]:
-    """Calls `moved` with the number of bytes whenever a file is read within this context."""
-    before = _moved.set(moved)
-    try:
-        yield
-    finally:
-        _moved.reset(before)
-
-
-def counter() -> Moved:
-    """Returns the function that counts bytes read. A new thread does not inherit it, and must be
-    given it."""
-    return _moved.get()
-
-
-@dataclass(frozen=True, eq=False)
-class Lazy:
-    """A tensor that is not in memory. By default reading a slice costs as much as the whole."""
-
-    shape: Shape
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def load(self) -> Tensor:
-        raise NotImplementedError
-
-    def load_slice(self, slices: Slices) -> Tensor:
-        return self.load()[slices]
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +140,14 @@ class InMemory(Lazy):
 
 def held(tensor: Tensor) -> InMemory:
     return InMemory(tuple(tensor.shape), tensor.dtype, tensor.detach())
+
+
+def num_updates(steps: list[float]) -> dict[str, Lazy]:
+    """Returns the optimizer's count of updates as an entry. Overland has one; other formats have
+    one per parameter, which differ only for parameters that were frozen for a time."""
+    if not steps:
+        return {}
+    return {NUM_UPDATES: held(torch.tensor(float(max(steps)), dtype=torch.float32))}
 
 
 def cast_lazily(lazy: Lazy, dtype: torch.dtype) -> Lazy:

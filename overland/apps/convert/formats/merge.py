@@ -14,18 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overland.checkpoint.formats.checkpoint import MODEL, LazyCheckpoint
-from overland.checkpoint.formats.lazy import Lazy
-from overland.checkpoint.formats.peft import (
-    Adapter,
-    adapters_in,
-    is_adapter,
-    require_adapter,
-    trained,
-)
+from overland.apps.convert.formats.peft import Adapter, adapters_in, require_adapter, trained
+from overland.checkpoint.lazy import MODEL, Lazy, LazyCheckpoint
 from overland.config.adapter import settings_of
 from overland.errors import CheckpointError
-from overland.models.lora_targets import ALL_LINEAR, is_target
+from overland.models.lora_targets import ALL_LINEAR, is_adapter, is_target
 from overland.models.sizes import EMBEDDING, HEAD
 
 ROWS_ELEMENTS = 1 << 22  # 16 MiB in float32
