@@ -2,11 +2,10 @@
 
     python benchmarks/gpu/start.py 8B [key=value …]
 
-Four starts in one run folder, each a process of its own:
+Three starts in one run folder, each a process of its own:
 cold:      nothing compiled yet, anywhere
-elsewhere: what the run folder keeps, `compiled.bin` and `kernels.tar`, in a job that has nothing
-           else, as after a cluster has emptied its nodes
-compiled:  the same without `kernels.tar`
+elsewhere: what the run folder keeps, `compiled.bin`, in a job that has nothing else, as after a
+           cluster has emptied its nodes
 here:      the node's own caches too
 """
 
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shapes import SHAPES
 
-STARTS = ("cold", "elsewhere", "compiled", "here")
+STARTS = ("cold", "elsewhere", "here")
 
 
 def main() -> None:
@@ -39,8 +38,6 @@ def main() -> None:
             if start != "here":
                 shutil.rmtree(node, ignore_errors=True)
                 shutil.rmtree(caches["TRITON_HOME"], ignore_errors=True)
-            if start == "compiled":
-                (Path(folder) / "run" / "kernels.tar").unlink()
             words = [sys.executable, __file__, "--once", name, f"{folder}/run", *changes]
             done = subprocess.run(
                 words, env={**os.environ, **caches}, capture_output=True, text=True

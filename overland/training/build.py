@@ -20,7 +20,6 @@ from overland.data.arrays import require_fields
 from overland.data.prepare import training_data, validation_data
 from overland.data.registry import check_samples
 from overland.data.tokenizer import Tokenizer
-from overland.kernels import has_triton
 from overland.models.flops import casts_samples, sample_fields
 from overland.models.init import init_buffers, init_weights
 from overland.models.registry import model_config
@@ -35,15 +34,15 @@ from overland.parallel.sharding import local_part, splits
 from overland.plugins import plugin
 from overland.run_folder import RunFolder
 from overland.training.auto import resolve_auto
-from overland.training.builtin_callbacks import (
+from overland.training.callbacks import (
     DeviceSpeed,
     GarbageCollection,
     Profiler,
     SkippedDocuments,
     Timeouts,
+    user_callbacks,
 )
-from overland.training.callbacks import user_callbacks
-from overland.training.compile_cache import CompileCache, KernelCache
+from overland.training.compile_cache import CompileCache
 from overland.training.describe import describe_run
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.inner_state import InnerState, Sparsity
@@ -252,7 +251,6 @@ def build_callbacks(run: Run) -> list[Callback]:
         (True, Timeouts),
         (run.beat.is_supervised, DeviceSpeed),
         (config.compile.enable is True, CompileCache),
-        (run.device.type == "cuda" and has_triton(), KernelCache),
         (first, SkippedDocuments),
         (first, MetricsFile),
         (first, SessionFile),

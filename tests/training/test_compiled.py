@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from overland.training.compile_cache import (
-    COMPILED,
-    KERNELS,
-    CompileCache,
-    KernelCache,
-    kernels_in,
-    packed_as_tar,
-    put,
-    unpacked_tar,
-)
+from overland.training.compile_cache import CompileCache
 from overland.world import World
 
 
@@ -52,7 +42,7 @@ def test_the_second_session_reads_what_the_first_one_made(
     first.on_start(run)
     assert made == []
     first.on_step(run)
-    (tmp_path / COMPILED).unlink()
+    (tmp_path / "compiled.bin").unlink()
     first.on_step(run)  # once is enough
     assert list(tmp_path.iterdir()) == []
     CompileCache(run).on_step(run)
@@ -78,7 +68,7 @@ def test_only_the_first_rank_writes(tmp_path: Path, made: list[bytes]) -> None:
 @pytest.mark.parametrize("content", [b"", b"no cache at all", b"\x00" * 100])
 def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, content: bytes) -> None:
     run = run_in(tmp_path)
-    (tmp_path / COMPILED).write_bytes(content)
+    (tmp_path / "compiled.bin").write_bytes(content)
     CompileCache(run).on_start(run)
 
 
@@ -98,71 +88,7 @@ def test_each_stage_of_a_pipeline_keeps_its_own(tmp_path: Path, made: list[bytes
 def test_what_another_user_wrote_is_not_run(
     tmp_path: Path, made: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / COMPILED).write_bytes(b"code")
+    (tmp_path / "compiled.bin").write_bytes(b"code")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     CompileCache(run_in(tmp_path)).on_start(run_in(tmp_path))
     assert made == []
-
-
-def compile_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For an H100, which need not be here."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from overland.kernels.triton_kernels import _scaled
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    types = ["*fp32", "*bf16", "*fp32", "i64", "constexpr"]
-    signature = dict(zip(_scaled.arg_names, types, strict=True))
-    source = ASTSource(_scaled, signature, {"BLOCK": 4096})
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
-
-
-def files_in(folder: Path) -> dict[str, float]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.stat().st_mtime for path in files}
-
-
-def test_the_next_session_finds_the_kernels_of_the_last_in_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_in(tmp_path)
-    first = KernelCache(run)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "job_1"))
-    first.on_start(run)
-    compile_kernel(tmp_path / "job_1", monkeypatch)
-    first.on_step(run)
-    assert not (tmp_path / KERNELS).exists(), "not every kernel has run yet"
-    first.on_step(run)
-    shutil.rmtree(tmp_path / "job_1")  # as clusters do
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "job_2"))
-    second = KernelCache(run)
-    second.on_start(run)
-    found = files_in(tmp_path / "job_2")
-    assert found
-    compile_kernel(tmp_path / "job_2", monkeypatch)
-    assert files_in(tmp_path / "job_2") == found, "nothing was compiled"
-    written = (tmp_path / KERNELS).stat().st_mtime_ns
-    for _ in range(2):
-        second.on_step(run)
-    assert (tmp_path / KERNELS).stat().st_mtime_ns == written, "nothing new to keep"
-
-
-def test_kernels_that_cannot_be_used_do_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    run, said = run_in(tmp_path), []
-    run.call = lambda *words: said.append(words)
-    good = packed_as_tar({"abc/kernel.cubin": b"123"})
-    for bad in (b"no tar", good[:-1000], good[:100], packed_as_tar({"../outside/x": b""}),
-                packed_as_tar({"/etc/x": b""}), packed_as_tar({"x": b""})):  # fmt: skip
-        (tmp_path / KERNELS).write_bytes(bad)
-        KernelCache(run).on_start(run)
-    assert not (tmp_path / "outside").exists()
-    assert len(said) >= 4
-    assert unpacked_tar(good) == {"abc/kernel.cubin": b"123"}
-    put(unpacked_tar(good), tmp_path / "elsewhere")
-    assert kernels_in(tmp_path / "elsewhere", 0.0) == unpacked_tar(good)

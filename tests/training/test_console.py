@@ -25,7 +25,7 @@ from overland.world.heartbeat import Heartbeat, Phase
 PROFILED = """
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
-from overland.training.builtin_callbacks import quieten
+from overland.training.callbacks import quieten
 
 quieten()
 with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=1, active=1)) as p:
