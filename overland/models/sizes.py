@@ -140,7 +140,7 @@ class Activations:
 
     kept: float  # by one block, from its forward to its backward pass
     block: float  # temporaries of the backward pass of one block
-    head: float  # temporaries of the modules after the blocks
+    head: float  # temporaries of the modules after the blocks, and the output matrix's gradient
 
 
 def decoder_activations(model: DecoderSizes, one: PassShape) -> Activations:
@@ -150,19 +150,20 @@ def decoder_activations(model: DecoderSizes, one: PassShape) -> Activations:
     kept = _kept_per_token(model, one)
     whole = _kept_per_token(model, replace(one, recompute="none"))
     chunk = min(tokens, CHUNK_TOKENS) * (size + 8)
-    if one.kernels:
+    if tp > 1:  # see VocabularyParallelLoss
+        chunk = min(tokens, CHUNK_TOKENS) * (size + 4)
+    elif one.kernels:
         chunk = min(tokens, KERNEL_CHUNK_TOKENS) * size
     trained = matrix if one.trains_head else 0.0
+    # Under tp the rows are gathered, and their gradient is wide until it is summed.
+    whole_rows = tokens * model.hidden_size * (size + 4) if tp > 1 else 0
     return Activations(
         kept=tokens * kept,
-        # Gradients of gate, up and their product; what is recomputed; the output matrix's gradient,
-        # by now in low precision.
-        block=tokens * (3 * size * model.intermediate_size / tp + whole - kept)
-        + size * trained
-        + 2 * hidden,
+        # Gradients of gate, up and their product; what is recomputed.
+        block=tokens * (3 * size * model.intermediate_size / tp + whole - kept) + 2 * hidden,
         # The gradient of the output matrix, accumulated in float32; the last norm's input and
         # output, and the gradient of the latter.
-        head=chunk * model.vocab_size / tp + 4 * trained + 3 * hidden,
+        head=chunk * model.vocab_size / tp + 4 * trained + 3 * hidden + whole_rows,
     )
 
 

@@ -1,22 +1,26 @@
 """Estimates the peak memory of a training step on one device, from shapes alone (no torch).
 
 The state (parameters and optimizer state) lives through the whole step. The peak adds to it the
-worst of three moments:
+worst of these moments:
 
-    head     everything that blocks keep for the backward pass, and the logits of one chunk
-    block    the same, and the intermediate tensors of the first block's backward pass
-    update   all gradients, and nothing of the above
+    head       everything that blocks keep for the backward pass, and the logits of one chunk
+    block      the same, and the intermediate tensors of the first block's backward pass
+    embedding  what sharded gradients there are by then, and those of embedding and head
+    reduce     FSDP's buffers for the gradients of what is outside the blocks
+    update     all gradients, and nothing of the above
 
 On one device the estimate is within 1 % of measurements for 1B to 8B parameters, 8 k to 64 k
 tokens, bfloat16 and 8 bits, adapters on 16-bit and 4-bit weights, compiled or not, and within 3 %
-if every block is recomputed (tests/planner/test_memory.py). For several devices it counts in the
-same way, but has not been compared with measurements.
+if every block is recomputed; for 1B on four ranks, sharded, replicated or in a pipeline, within
+1.5 % (tests/planner/test_memory.py). Tensor parallelism has not been compared since its embedding
+is our own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, prod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from operator import mul
 from typing import Any
 
@@ -29,7 +33,7 @@ from overland.models.flops import (
     stage_costs,
     trained_parameters,
 )
-from overland.models.sizes import EMBEDDING, HEAD, NF4_BYTES, PassShape
+from overland.models.sizes import EMBEDDING, HEAD, NF4_BYTES, Activations, PassShape
 from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
 
@@ -46,16 +50,37 @@ class StepMemory:
     state: float
     gradients: float
     kept: float  # by the blocks, from the forward to the backward pass
-    head: float
-    block: float  # intermediate tensors of one block's backward pass
-    accumulates: bool  # gradients live through all passes of a step
+    moments: Mapping[str, float]  # beside the state
 
     @property
     def peak(self) -> float:
-        passing = max(self.kept + self.head, self.kept + self.block)
-        if self.accumulates:
-            return self.state + self.gradients + passing
-        return self.state + max(passing, self.gradients + self.block)
+        return self.state + max(self.moments.values())
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank holds of the model, in numbers of parameters."""
+
+    num_blocks: int
+    block: float  # the largest
+    blocks: float
+    embedding: float
+    head: float  # of its own: not on the rank that has a tied embedding
+    others: float  # such as the last norm
+    computes_loss: bool
+    blocks_kept: int  # whose activations live at a time, each counted once per micro-batch
+
+    @property
+    def ends(self) -> float:
+        return self.embedding + self.head + self.others
+
+    @property
+    def number(self) -> float:
+        return self.blocks + self.ends
+
+    def split(self, tp: int) -> Share:
+        sizes = ("block", "blocks", "embedding", "head", "others")
+        return replace(self, **{name: getattr(self, name) / tp for name in sizes})
 
 
 def can_estimate(model: Any) -> bool:
@@ -107,85 +132,110 @@ def step_memory(
         trains_head=not {EMBEDDING, HEAD}.isdisjoint(_trained(model, config)),
     )
     made = model.activations(one)
-    state, gradients = _state(model, config, degrees)
-    return StepMemory(
-        state,
-        gradients,
-        kept=blocks_kept(model, config, degrees) * made.kept,
-        head=made.head,
-        block=made.block,
-        accumulates=_accumulates(config, degrees),
-    )
+    shares = shares_of(model, config, degrees)
+    memories = [memory_of(share, made, model, config, degrees) for share in shares]
+    return max(memories, key=lambda memory: memory.peak)
 
 
-def blocks_kept(model: Any, config: JobConfig, degrees: Degrees) -> int:
-    """Returns how many blocks keep their activations at the same time, each counted once per
-    micro-batch in flight; in a pipeline, on the rank that keeps the most."""
-    pp, layout = degrees.pp, config.parallelism
+def shares_of(model: Any, config: JobConfig, degrees: Degrees) -> list[Share]:
+    """Returns what each rank of a pipeline holds."""
+    counts, tp, pp = count_parameters(model), degrees.tp, degrees.pp
+    outside = counts.total - sum(counts.blocks)
+    embedding = min(counts.input_embedding or counts.head, outside)
     if pp == 1:
-        return len(count_parameters(model).blocks)
+        numbers, is_tied = counts.blocks, outside < embedding + counts.head
+        head = 0 if is_tied else counts.head
+        others = outside - embedding - head
+        count, most, all_blocks = len(numbers), max(numbers), sum(numbers)
+        return [Share(count, most, all_blocks, embedding, head, others, True, count).split(tp)]
     from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 
-    schedule = layout.pipeline_parallel_schedule
-    shares = deal_blocks(stage_costs(model), pp * STAGES_PER_RANK[schedule])
-    count = int(_rows_of_rank(config, degrees)) // layout.pipeline_parallel_microbatch_size
-    most = 0
-    for rank, combinations in enumerate(micro_batches_kept(schedule, pp, max(1, count))):
-        blocks = [len(shares[number]) for number in stages_of_rank(rank, pp, schedule)]
-        most = max(most, *(sum(map(mul, counts, blocks)) for counts in combinations))
-    return most
+    layout = config.parallelism
+    schedule, rows = layout.pipeline_parallel_schedule, layout.pipeline_parallel_microbatch_size
+    num_stages = pp * STAGES_PER_RANK[schedule]
+    dealt = deal_blocks(stage_costs(model), num_stages)
+    count = max(1, int(_rows_of_rank(config, degrees)) // rows)
+    shares = []
+    for rank, combinations in enumerate(micro_batches_kept(schedule, pp, count)):
+        stages = stages_of_rank(rank, pp, schedule)
+        numbers = tuple(counts.blocks[block] for stage in stages for block in dealt[stage])
+        first, last = 0 in stages, num_stages - 1 in stages
+        # The last stage has a copy of a tied matrix.
+        ends = embedding * first, counts.head * last, 0
+        kept = max(
+            sum(map(mul, some, (len(dealt[one]) for one in stages))) for some in combinations
+        )
+        share = Share(len(numbers), max(numbers), sum(numbers), *ends, last, kept)
+        shares.append(share.split(tp))
+    return shares
 
 
-def _state(model: Any, config: JobConfig, degrees: Degrees) -> tuple[float, float]:
-    """Returns the bytes of parameters and optimizer state, and the bytes of gradients."""
-    training, counts = config.training, count_parameters(model)
-    blocks = ceil(len(counts.blocks) / degrees.pp)
-    ends: float = counts.total - sum(counts.blocks)
-    if degrees.pp > 1:  # the first stage or the last
-        ends = counts.head
-    block, ends = max(counts.blocks) / degrees.tp, ends / degrees.tp
-    number = blocks * block + ends
-    if degrees.pp == 1:  # blocks may differ
-        number = counts.total / degrees.tp
+def memory_of(
+    share: Share, made: Activations, model: Any, config: JobConfig, degrees: Degrees
+) -> StepMemory:
+    training, shapes = config.training, _trained(model, config)
     wide, size = BYTES[training.dtype], BYTES[training.mixed_precision_param]
-    shapes = _trained(model, config)
+    summed = BYTES[training.mixed_precision_reduce]
+    total = count_parameters(model).total
+    trained_share = sum(map(prod, shapes.values())) / total
+    trained = share.number * trained_share
     # In a model with adapters only these are trained; the rest is stored in the precision it
     # computes in.
-    share = sum(map(prod, shapes.values())) / counts.total
     narrow = NF4_BYTES if config.lora.base == "nf4" else size
-    kept = number * wide
+    state = share.number * (wide + state_bytes(config, shapes) / total)
     if config.lora.rank:
-        kept = number * share * wide + blocks * block * narrow + ends * size
-    kept += number * state_bytes(config, shapes) / counts.total
-    trained = number * share
-    accumulates = _accumulates(config, degrees)
+        base = share.blocks * narrow + share.ends * size
+        state = trained * wide + base + share.number * state_bytes(config, shapes) / total
+    accumulates = degrees.pp > 1 or _rows_of_rank(config, degrees) > training.local_batch_size
+    kept = share.blocks_kept * made.kept
+    loss = made.head if share.computes_loss else 0.0
+    trains_ends = not {EMBEDDING, HEAD}.isdisjoint(shapes)
+    output = share.head or (share.embedding if share.computes_loss else 0.0)
+    output_gradient = size * output * trains_ends  # from the loss to the end of the backward pass
+
     if degrees.world_size == 1 and not training.enable_cpu_offload:
         # With split master weights, gradients have the precision of the pass unless several
         # accumulate.
-        summed = BYTES[training.mixed_precision_reduce] if accumulates else size
-        return kept, min(summed, wide) * trained
+        gradients = min(summed if accumulates else size, wide) * trained
+        before = gradients if accumulates else 0.0
+        moments = {
+            "head": before + kept + loss,
+            "block": before + kept + output_gradient + made.block,
+            "update": gradients + output_gradient + made.block,
+        }
+        return StepMemory(state, gradients, kept, moments)
+
+    # What FSDP allocates in torch 2.11 to 2.13. The root is gathered for the whole step, blocks
+    # when they are needed; the buffer of the last gather lives until the next one. Gradients of
+    # earlier passes are whole, and as wide as their sum.
     shards = degrees.dp_shard * degrees.cp
-    # The gradients of a pipeline's micro-batches accumulate unsharded, and are sharded at the end.
-    gradients = wide * trained / shards
-    if degrees.pp > 1:
-        gradients = BYTES[training.mixed_precision_reduce] * trained
-    # FSDP gathers the root for the whole step, and blocks when they are needed (two at a time).
-    at_once = 2 if degrees.reshard_after_forward else blocks
-    gathered = size * ends + narrow * at_once * block
-    reducing = 2 * block * (size + BYTES[training.mixed_precision_reduce])
-    if training.enable_cpu_offload:
-        return gathered + reducing, 0.0
-    return kept / shards + gathered + reducing, gradients
+    root, one = size * share.ends, narrow * share.block
+    gathered = root + (0.0 if degrees.reshard_after_forward else narrow * share.blocks)
+    before = summed * trained if accumulates else 0.0
+    ends = share.ends * trains_ends
+    block = (trained - ends) / share.num_blocks
+    sharded = 0.0 if training.enable_cpu_offload else wide * (trained - ends) / shards
+    embedded = share.embedding * trains_ends
+    of_ends = size * embedded + output_gradient
+    if degrees.tp > 1 and share.computes_loss and not share.head:
+        of_ends += size * embedded  # DTensor adds up a tied matrix's gradients in a third tensor
+    if accumulates:
+        of_ends += summed * (ends + embedded)
+    narrow_sum = (summed if accumulates else size) + summed  # copied into the buffer of the sum
+    copies = 3 if shards == 1 else 1 + 1 / shards
+    moments = {
+        "head": gathered + (one if shards > 1 else 0.0) + before + kept + loss,
+        "block": max(gathered, root + 2 * one) + before + kept + output_gradient
+        + size * block + made.block,
+        "embedding": root + sharded + of_ends + summed * block,
+        "reduce": sharded + max(narrow_sum, copies * summed) * ends,
+    }  # fmt: skip
+    offloaded = training.enable_cpu_offload
+    return StepMemory(0.0 if offloaded else state / shards, wide * trained / shards, kept, moments)
 
 
 def _trained(model: Any, config: JobConfig) -> Shapes:
     return trained_parameters(model, config.lora, config.model.freeze)
-
-
-def _accumulates(config: JobConfig, degrees: Degrees) -> bool:
-    """Whether gradients accumulate over several passes, as those of a pipeline's micro-batches
-    always do."""
-    return degrees.pp > 1 or _rows_of_rank(config, degrees) > config.training.local_batch_size
 
 
 def _rows_of_rank(config: JobConfig, degrees: Degrees) -> float:
