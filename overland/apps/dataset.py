@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from overland.arguments import integer, path_of
 from overland.checks import devices_for
-from overland.checks.model import check_custom_import
-from overland.checks.vocabulary import with_new_tokens
+from overland.checks.model import check_custom_import, with_new_tokens
 from overland.config.arguments import ngpu
 from overland.config.derived import resolve_degrees
 from overland.config.errors import ConfigError

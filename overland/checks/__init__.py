@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from overland.checks import adapters, effect, files, hyperparameters, machine, model, parallelism
-from overland.checks.vocabulary import with_new_tokens
+from overland.checks.model import with_new_tokens
 from overland.config.derived import smallest_world
 from overland.config.errors import ConfigError, Problem, ProblemKind
 from overland.config.load import Loaded, in_order, load_config

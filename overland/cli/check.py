@@ -241,7 +241,7 @@ def flop_in_words(flop: float) -> str:
 
 def left_out_notes(config: JobConfig) -> list[str]:
     """Returns which matrices are left out of what the config asks for."""
-    from overland.checks.left_out import left_out
+    from overland.checks.own_model import left_out
     from overland.models.registry import model_config
 
     return left_out(model_config(config.model), config)
@@ -255,7 +255,7 @@ def order_notes(config: JobConfig, world_size: int) -> list[str]:
     degrees = resolve_degrees(config.parallelism, world_size)
     if degrees.pp == 1:  # before importing torch, which takes seconds
         return []
-    from overland.checks.block_order import require_order
+    from overland.checks.own_model import require_order
 
     note = require_order(model_config(config.model), config, degrees)
     return [note] if note else []
@@ -274,7 +274,7 @@ def fake_step_facts(
         device_type(config.training.device) if is_here else "cuda"
     )  # runs worth checking elsewhere use GPUs
     from overland.apps.console.opening import binary_size
-    from overland.checks.fake_step import NOT_FOR_FAKES, fake_steps
+    from overland.apps.fake_step import NOT_FOR_FAKES, fake_steps
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about fake tensors
@@ -312,7 +312,7 @@ def lack_of_memory(config: JobConfig, world_size: int) -> list[str]:
     the mean over them, which is known from a whole model on the meta device."""
     import torch
 
-    from overland.checks.fake_step import fake_world
+    from overland.apps.fake_step import fake_world
     from overland.config.derived import resolve_degrees, resolve_dtype
     from overland.config.schema import ActivationCheckpoint, Compile, Parallelism
     from overland.errors import TrainingError

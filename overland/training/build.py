@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from overland.checkpoint.store import Store
-from overland.checks.block_order import require_order
-from overland.checks.left_out import left_out
+from overland.checks.own_model import left_out, require_order
 from overland.config.derived import model_name, optimizer_settings, resolve_degrees, rows_per_step
 from overland.config.schema import JobConfig
 from overland.data.arrays import require_fields

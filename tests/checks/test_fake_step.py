@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from overland.apps.fake_step import fake_steps, local
 from overland.apps.proofs.layout import proof_job
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
-from overland.checks.fake_step import fake_steps, local
 from overland.config.derived import STAGES_PER_RANK
 from overland.config.load import load_config
 from overland.config.schema import JobConfig

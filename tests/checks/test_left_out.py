@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from overland.checks.left_out import left_out
+from overland.checks.own_model import left_out
 from overland.config.schema import JobConfig
 from overland.errors import ModelError
 from overland.models import DecoderConfig, register_model, registry

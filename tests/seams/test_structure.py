@@ -9,12 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from overland.apps.fake_step import fake_steps
 from overland.apps.proofs.layout import difference
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.checks import check_config
-from overland.checks.block_order import require_order
-from overland.checks.fake_step import fake_steps
+from overland.checks.own_model import require_order
 from overland.cli.main import app
 from overland.config.derived import resolve_degrees
 from overland.config.load import load_config

@@ -17,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from overland.apps.convert import convert
+from overland.apps.fake_step import fake_steps
 from overland.apps.proofs.layouts import WAYS, parse
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import newest_in
 from overland.checkpoint.read import open_checkpoint
-from overland.checks.fake_step import fake_steps
 from overland.checks.parallelism import check_splits
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from overland.apps.fake_step import fake_steps
 from overland.apps.proofs.pool import RankPool
-from overland.checks.fake_step import fake_steps
 from overland.checks.hyperparameters import check_objective
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig, Preference

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from overland.apps.fake_step import fake_steps
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
-from overland.checks.fake_step import fake_steps
 from overland.config.schema import JobConfig
 from overland.errors import ModelError, OverlandError
 from overland.world import World

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from overland.apps.proofs.data import prove_data
 from overland.apps.proofs.pool import RankPool
 from overland.checks import load_checked
-from overland.checks.vocabulary import grown_size, with_new_tokens
+from overland.checks.model import grown_size, with_new_tokens
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig

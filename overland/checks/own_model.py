@@ -1,29 +1,41 @@
-"""Checks that a custom model calls its blocks in the order in which `structure()` names them, and
-passes between them what it describes.
+"""What a model reveals when it is built on the meta device, which computes nothing. A user's own
+model may differ from ours.
 
-A pipeline is split by that description alone: a wrong order would give wrong results, and a wrong
-shape would make stages hang. One forward pass of the whole model on the meta device, which computes
-nothing, reveals both.
+Its blocks must be called in the order in which `structure()` names them, and pass what it
+describes: a pipeline is split by that description alone, so a wrong order would give wrong results,
+and a wrong shape would make stages hang. And settings may not reach some of its matrices: fp8,
+adapters, 4 bits and sparse weights change linear layers, whole-matrix optimizers take parameters of
+two dimensions.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from overland.checks.fake_step import made_up_fields
-from overland.config.derived import Degrees
+from overland.config.derived import Degrees, optimizer_settings, resolve_dtype
 from overland.config.schema import JobConfig
-from overland.errors import ModelError
-from overland.models.build import build_undivided
+from overland.data import registry
+from overland.data.registry import open_wanted, sources_of, training_table
+from overland.errors import DataError, ModelError
+from overland.models.build import build_undivided, transforms_for
+from overland.models.flops import sample_fields
 from overland.models.registry import own_model_name
 from overland.models.structure import Inputs, blocks_of, structure_of
+from overland.models.transform import transforms_of
+from overland.objectives.preference import COMPARED, REFERENCE
+from overland.optimizers.registry import rule_for, rules_of
+from overland.optimizers.rule import WholeMatrix
 from overland.parallel.apply import require_splittable
+from overland.words import any_of
 
-MOST_NAMED = 8  # blocks per sentence
+MOST_BLOCKS, MOST_MATRICES = 8, 6  # named in a sentence
 
 
 def require_order(architecture: Any, config: JobConfig, degrees: Degrees) -> str:
@@ -98,16 +110,16 @@ class Seen:
         missing = [name for name in self.named if name not in self.called]
         if missing and is_whole:
             raise ModelError(
-                f"structure() of {self.model} names {in_short(missing, self.named)} among the "
+                f"structure() of {self.model} names {in_ranges(missing, self.named)} among the "
                 "blocks, which its forward pass does not call; name only blocks that it calls, or "
                 "train it with pp = 1"
             )
         if self.called != self.named[: len(self.called)]:
             raise ModelError(
                 f"structure() of {self.model} names its blocks in the order "
-                f"{in_short(self.named, self.named)}, but its forward pass calls them in the order "
-                f"{in_short(self.called, self.named)}, so a pipeline would train another model; "
-                "name them in the order of the forward pass"
+                f"{in_ranges(self.named, self.named)}, but its forward pass calls them in the "
+                f"order {in_ranges(self.called, self.named)}, so a pipeline would train another "
+                "model; name them in the order of the forward pass"
             )
 
     def require_shape(self, rows: int, tokens: int, said: object) -> None:
@@ -130,7 +142,7 @@ class Seen:
                 )
 
 
-def in_short(names: Sequence[str], order: Sequence[str]) -> str:
+def in_ranges(names: Sequence[str], order: Sequence[str]) -> str:
     """Returns names of blocks, with consecutive ones of the same list abbreviated to the first and
     last."""
     place = {name: number for number, name in enumerate(order)}
@@ -142,4 +154,77 @@ def in_short(names: Sequence[str], order: Sequence[str]) -> str:
         else:
             runs.append([name])
     words = [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
-    return ", ".join(words[:MOST_NAMED]) + (", …" if len(words) > MOST_NAMED else "")
+    return ", ".join(words[:MOST_BLOCKS]) + (", …" if len(words) > MOST_BLOCKS else "")
+
+
+def made_up_fields(
+    architecture: Any, rows: int, tokens: int, config: JobConfig
+) -> dict[str, Tensor]:
+    """Returns a batch of zeros, in the shapes that the model expects."""
+    numbers = {name: torch.zeros(rows, dtype=torch.int64) for name in ("sample_B", "epoch_B")}
+    shapes = sample_fields(architecture)
+    if shapes is not None:
+        return numbers | {
+            name: torch.zeros(rows, *shape, dtype=getattr(torch, dtype))
+            for name, (dtype, shape) in shapes.items()
+        }
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    documents = {"documents_BS": ids} if config.data.document_mask else {}
+    channels = {
+        f"{name}_BS": torch.zeros(rows, tokens, dtype=getattr(torch, dtype))
+        for name, dtype in channels_of(config).items()
+    }
+    own = {"tokens_BS": ids, "labels_BS": ids, "positions_BS": ids}
+    preference, computed = config.preference, {}
+    if preference.loss in COMPARED and preference.reference == "precomputed":
+        computed = {REFERENCE: torch.zeros(rows, 2)}
+    return own | documents | channels | numbers | computed
+
+
+def channels_of(config: JobConfig) -> dict[str, str]:
+    """Returns the channels that accompany the tokens of the training data, from sources that exist:
+    an objective may need them."""
+    found: dict[str, str] = {}
+    for name, wanted in sources_of(config).items():
+        if registry.is_made(name, wanted):
+            continue
+        with suppress(DataError, OSError):
+            source = open_wanted(config, training_table(config, name), name, wanted)
+            found |= getattr(source, "channels", None) or {}
+    return found
+
+
+def left_out(architecture: Any, config: JobConfig) -> list[str]:
+    """Returns a sentence for each transform and for the optimizer, if it leaves something out."""
+    rules = rules_of(optimizer_settings(config))
+    if not transforms_for(config) and not isinstance(rules[0], WholeMatrix):
+        return []
+    training = resolve_dtype(config.training, "cuda")  # any will do
+    config = config.model_copy(update={"training": training})
+    with torch.device("meta"):
+        model = build_undivided(architecture, config)
+    notes = []
+    for transform in transforms_of(model):
+        if names := transform.left_out(model):
+            key = transform.key or type(transform).__name__
+            notes.append(f"{key} leaves out {merged(names)}, which it cannot change")
+    if isinstance(rules[0], WholeMatrix):
+        others = [
+            name
+            for name, one in model.named_parameters()
+            if one.requires_grad
+            and one.ndim > 1
+            and rule_for(rules, name, tuple(one.shape)) is not rules[0]
+        ]
+        if others:
+            name, second = config.optimizer.name, rules[0].others
+            notes.append(f"{name} leaves {merged(others)} to {second}")
+    return notes
+
+
+def merged(names: Sequence[str]) -> str:
+    """Returns names, with those that differ only in numbers as one."""
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    words = [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]
+    more = [f"{len(words) - MOST_MATRICES} more"] if len(words) > MOST_MATRICES else []
+    return any_of([*words[:MOST_MATRICES], *more], "and")

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from overland.checks.own_model import made_up_fields
 from overland.config.derived import (
     STAGES_PER_RANK,
     Degrees,
@@ -35,16 +36,12 @@ from overland.config.derived import (
     rows_per_step,
 )
 from overland.config.schema import JobConfig
-from overland.data import registry
 from overland.data.batch import Batch
-from overland.data.registry import open_wanted, sources_of, training_table
-from overland.errors import DataError
-from overland.models.flops import sample_fields, stage_costs
+from overland.models.flops import stage_costs
 from overland.models.registry import model_config
 from overland.models.structure import Inputs, Structure, find_module, structure_of, tie
 from overland.objectives import give_objective, objective_for
 from overland.objectives.objective import Objective, count_of
-from overland.objectives.preference import COMPARED, REFERENCE
 from overland.optimizers.adamw import AdamW
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
@@ -229,43 +226,6 @@ def fields_of_pass(architecture: Any, config: JobConfig, degrees: Degrees) -> di
     if degrees.pp > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
     return made_up_fields(architecture, rows, config.training.seq_len // degrees.cp, config)
-
-
-def made_up_fields(
-    architecture: Any, rows: int, tokens: int, config: JobConfig
-) -> dict[str, Tensor]:
-    """Returns a batch of zeros, in the shapes that the model expects."""
-    numbers = {name: torch.zeros(rows, dtype=torch.int64) for name in ("sample_B", "epoch_B")}
-    shapes = sample_fields(architecture)
-    if shapes is not None:
-        return numbers | {
-            name: torch.zeros(rows, *shape, dtype=getattr(torch, dtype))
-            for name, (dtype, shape) in shapes.items()
-        }
-    ids = torch.zeros(rows, tokens, dtype=torch.int64)
-    documents = {"documents_BS": ids} if config.data.document_mask else {}
-    channels = {
-        f"{name}_BS": torch.zeros(rows, tokens, dtype=getattr(torch, dtype))
-        for name, dtype in channels_of(config).items()
-    }
-    own = {"tokens_BS": ids, "labels_BS": ids, "positions_BS": ids}
-    preference, computed = config.preference, {}
-    if preference.loss in COMPARED and preference.reference == "precomputed":
-        computed = {REFERENCE: torch.zeros(rows, 2)}
-    return own | documents | channels | numbers | computed
-
-
-def channels_of(config: JobConfig) -> dict[str, str]:
-    """Returns the channels that accompany the tokens of the training data, from sources that exist:
-    an objective may need them."""
-    found: dict[str, str] = {}
-    for name, wanted in sources_of(config).items():
-        if registry.is_made(name, wanted):
-            continue
-        with suppress(DataError, OSError):
-            source = open_wanted(config, training_table(config, name), name, wanted)
-            found |= getattr(source, "channels", None) or {}
-    return found
 
 
 def found_in_pass(
