@@ -24,6 +24,7 @@ from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.loader import load_batch
 from overland.data.plan import Plan, PlannedSource, Segment
 from overland.data.sampler import Sampler
+from overland.data.sources.source import Source
 from overland.data.windows import Reading
 
 VOCABULARY = 50_000
@@ -31,7 +32,7 @@ ROWS = 32
 REPEATS = 7
 
 
-class Documents:
+class Documents(Source):
     """Random ids in documents of exponentially spread lengths, as web pages have."""
 
     kind = "tokens"

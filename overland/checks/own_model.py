@@ -190,7 +190,7 @@ def channels_of(config: JobConfig) -> dict[str, str]:
             continue
         with suppress(DataError, OSError):
             source = open_wanted(config, training_table(config, name), name, wanted)
-            found |= getattr(source, "channels", None) or {}
+            found |= source.channels or {}
     return found
 
 

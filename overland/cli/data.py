@@ -74,7 +74,7 @@ def inspect(
     import_sources(custom_import)
     source = source_at(path, column, subset, split, dtype, skip_bad)
     count = None
-    if tokenizer is not None and getattr(source, "kind", "text") == "text":
+    if tokenizer is not None and source.kind == "text":
         from overland.data.tokenizer import Tokenizer
 
         count = TokenCount(Tokenizer(tokenizer.expanduser()).encode_documents)

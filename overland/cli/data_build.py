@@ -104,13 +104,13 @@ def build(
         source = source_at(path, column, subset, split, dtype, skip_bad)
         if tokenizer is not None:
             opened = Tokenizer(Path(tokenizer).expanduser(), add_bos=bos, add_eos=eos)
-    for note in getattr(source, "notes", ()):
+    for note in source.notes:
         to_stderr(f"note: {note}")
     started = time.monotonic()
     name = name or Path(path).expanduser().resolve().name
     root = Path(out or Data().folder).expanduser()
     check_apart(Path(path).expanduser(), root)
-    if opened is not None and bos is None and getattr(source, "kind", "text") == "text":
+    if opened is not None and bos is None and source.kind == "text":
         report_bos(opened)
     folder = lay_out(
         name,

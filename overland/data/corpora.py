@@ -242,22 +242,22 @@ def made_otherwise(before: Path, source: Source) -> list[str]:
     """Returns what has changed in what is read of the files, and in how conversations are
     tokenized, since a corpus was laid out."""
     layout = read_layout(before)
-    changes = what_changed(layout.made_by or {}, getattr(source, "made_by", None) or {})
+    changes = what_changed(layout.made_by or {}, source.made_by or {})
     if _column_changed(before, source):
-        changes.append(f"the column is {getattr(source, 'column', None)} and was {layout.column}")
+        changes.append(f"the column is {source.column} and was {layout.column}")
     return changes
 
 
 def _column_changed(before: Path, source: Source) -> bool:
     """Whether another column is read; earlier versions did not write it down."""
-    known = {read_layout(before).column, getattr(source, "column", None)}
+    known = {read_layout(before).column, source.column}
     return None not in known and len(known) == 2
 
 
 def settings_before(before: Path, source: Source) -> dict[str, Any]:
     """Returns the keys that have changed since a corpus was laid out, with their values then; of
     the chat template only a hash is known, so it has None."""
-    made_by, now = read_layout(before).made_by or {}, getattr(source, "made_by", None) or {}
+    made_by, now = read_layout(before).made_by or {}, source.made_by or {}
     keys = [key for key in dict.fromkeys((*made_by, *now)) if made_by.get(key) != now.get(key)]
     of_keys = {key: made_by.get(key) for key in keys if "." in key}
     if _column_changed(before, source):
@@ -333,7 +333,7 @@ def _stream(
 
     def prepare() -> str:
         source = open_source()
-        for note in getattr(source, "notes", ()):
+        for note in source.notes:
             preparer.report(f"note: {name}: {note}")
         folder = laid_out_by(name, source, tokenizer, config, vocab_size, preparer.report)
         return folder.name.rpartition("-")[2]

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from overland.data.arrays import Arrays
 from overland.data.sources.marks import FileMark
-from overland.data.sources.source import FileSource, Kind, Source
+from overland.data.sources.source import Kind, Source
 from overland.errors import DataError
 
 FORMAT = 1
@@ -165,12 +165,8 @@ def is_corpus(folder: Path) -> bool:
 def source_changes(folder: Path, source: Source) -> list[str]:
     """Returns a sentence for each file that has changed since the corpus was laid out."""
     chunks, marks = read_layout(folder).all_chunks()
-    if marks and isinstance(source, FileSource):
+    if marks:
         return source.changes_since(marks)
     if list(source.chunks()) != chunks:
-        return [f"{place_of(source)} lists different chunks than when {folder} was laid out"]
+        return [f"{source.place} lists different chunks than when {folder} was laid out"]
     return []
-
-
-def place_of(source: Source) -> str:
-    return str(getattr(source, "place", type(source).__name__))

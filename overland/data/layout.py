@@ -27,13 +27,12 @@ from overland.data.corpus_folder import (
     FORMAT,
     CorpusLayout,
     is_corpus,
-    place_of,
     read_layout,
     source_changes,
 )
 from overland.data.sources.compression import times_smaller
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
-from overland.data.sources.source import FileSource, Kind, Source, list_chunks
+from overland.data.sources.source import Kind, Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import ChoiceRequired, DataError
 from overland.files import new_file, publish, sync
@@ -69,7 +68,7 @@ def lay_out(
     An existing corpus is reused, under any name, if the request was the same and no file has
     changed since, judging by sizes and times. Two processes may call this at the same time.
     """
-    policy, chunks = _policy(name, source, tokenizer, skip_bad, vocab_size), list_chunks(source)
+    policy, chunks = _policy(name, source, tokenizer, skip_bad, vocab_size), list(source.chunks())
     request = _request(name, source, policy, shard_documents, chunks)
     found = _find(name, source, root, request, report)
     if found is not None:
@@ -85,11 +84,8 @@ def _request(
 ) -> str:
     """Returns a fingerprint of what is requested, without the content of the files."""
     about = [FORMAT, CONTENT, shard_documents, SHARD_BYTES, policy]
-    described = [
-        type(source).__name__, getattr(source, "format", None), getattr(source, "column", None),
-        getattr(source, "dtype", None),
-        "" if isinstance(source, FileSource) else _fingerprint(name, source),
-    ]  # fmt: skip
+    described = [source.class_name, source.format, source.column, source.dtype]
+    described.append(source.identity(name))
     return digest_of([about, described, _digest(chunks)])
 
 
@@ -104,23 +100,23 @@ def _describe(
 ) -> tuple[CorpusLayout, Iterator[bytes]]:
     """Returns the layout, and the lines that describe its chunks."""
     if not chunks:
-        raise DataError(f"{place_of(source)} is empty: it lists no chunks")
-    marks: dict[str, FileMark] = source.marks() if isinstance(source, FileSource) else {}
+        raise DataError(f"{source.place} is empty: it lists no chunks")
+    marks = source.marks()
     arrays = Arrays.declared(name, policy["fields"]) if "fields" in policy else None
     weights = _weigh(source, chunks, marks, arrays.num_bytes if arrays is not None else 0)
     groups = _group(chunks, weights, shard_documents)
-    content = source.fingerprint(marks) if isinstance(source, FileSource) else ""
+    content = source.fingerprint(marks) if marks else ""
     fingerprint = digest_of([request, content, [len(group) for group in groups]])[:16]
     layout = CorpusLayout(
         name=name,
         fingerprint=fingerprint,
         request=request,
-        source=str(place_of(source)),
+        source=str(source.place),
         **policy,
         num_shards=len(groups),
         documents_per_shard=sum(documents for documents, _ in weights) / len(groups),
         folder=root / f"{name.replace('/', '-')}-{fingerprint}",
-        column=getattr(source, "column", None),
+        column=source.column,
     )
     return layout, _lines(source, groups, marks)
 
@@ -139,7 +135,7 @@ def sketch(
         name=name,
         fingerprint="",
         request="",
-        source=place_of(source),
+        source=str(source.place),
         **_policy(name, source, tokenizer, skip_bad, vocab_size),
         num_shards=0,
         documents_per_shard=0,
@@ -149,10 +145,9 @@ def sketch(
 
 def count_shards(source: Source, shard_documents: int) -> int:
     """Returns the number of shards that `lay_out` would make."""
-    chunks, marks = list_chunks(source), {}
-    if isinstance(source, FileSource):
-        files = {file for chunk in chunks for file in source.files_of(chunk)}
-        marks = {file: FileMark((source.root / file).stat().st_size, 0, "") for file in files}
+    chunks = list(source.chunks())
+    files = {file for chunk in chunks for file in source.files_of(chunk)}
+    marks = {file: FileMark((source.root / file).stat().st_size, 0, "") for file in files}
     return len(_group(chunks, _weigh(source, chunks, marks, 0), shard_documents))
 
 
@@ -164,7 +159,7 @@ def _policy(
     vocab_size: int | None,
 ) -> dict[str, Any]:
     """Returns how documents become tokens; those of a token source are used as they are."""
-    kind: Kind = getattr(source, "kind", "text")
+    kind = source.kind
     tokenizer = _tokenizer_of(source, tokenizer)
     if kind == "arrays":
         vocab_size = None
@@ -190,16 +185,14 @@ def _policy(
 
 def _tokenizer_of(source: Source, tokenizer: Tokenizer | None) -> Tokenizer | None:
     """Returns the tokenizer of a source: the given one for text; conversations have their own."""
-    if getattr(source, "kind", "text") == "text":
-        return tokenizer
-    return getattr(source, "tokenizer", None)
+    return tokenizer if source.kind == "text" else source.tokenizer
 
 
 def _further(name: str, kind: Kind, source: Source) -> dict[str, Any]:
     """Returns the keys that only some corpora have, so that the others keep their fingerprints."""
     if kind == "arrays":
-        return {"fields": Arrays.declared(name, getattr(source, "fields", None)).to_json()}
-    channels, made_by = getattr(source, "channels", None), getattr(source, "made_by", None)
+        return {"fields": Arrays.declared(name, source.fields).to_json()}
+    channels, made_by = source.channels, source.made_by
     if kind != "tokens" or not channels:
         return {}
     # A channel is one number per token, like a scalar field.
@@ -225,7 +218,7 @@ def _find(name: str, source: Source, root: Path, request: str, report: Report) -
             if not changed:
                 _say_what_is_unsure(folder, source, report)
                 return folder
-            if layout.source != str(place_of(source)):  # another folder with the same file names
+            if layout.source != str(source.place):  # another folder with the same file names
                 continue
             more = f" (and {len(changed) - 1:,} more)" if len(changed) > 1 else ""
             report(f"{changed[0]}{more}: {name} is made again")
@@ -234,8 +227,6 @@ def _find(name: str, source: Source, root: Path, request: str, report: Report) -
 
 def _say_what_is_unsure(folder: Path, source: Source, report: Report) -> None:
     """Reports touched files that count as unchanged only because samples of them match."""
-    if not isinstance(source, FileSource):
-        return
     unsure = unsure_of(source.root, read_layout(folder).all_chunks()[1])
     if unsure:
         more = f" (and {len(unsure) - 1:,} more)" if len(unsure) > 1 else ""
@@ -250,9 +241,8 @@ def _weigh(
     source: Source, chunks: Sequence[str], marks: Mapping[str, FileMark], sample_bytes: int
 ) -> list[tuple[float, float]]:
     """Estimates the documents and bytes of each chunk; a sample of arrays has `sample_bytes`."""
-    num_documents = getattr(source, "num_documents", lambda chunk: None)
-    if not isinstance(source, FileSource):
-        counts = [num_documents(chunk) or CHUNK_DOCUMENTS for chunk in chunks]
+    if not marks:
+        counts = [source.num_documents(chunk) or CHUNK_DOCUMENTS for chunk in chunks]
         return [(count, count * sample_bytes) for count in counts]
     files = [source.files_of(chunk) for chunk in chunks]
     sharers = Counter(file for names in files for file in names)
@@ -262,7 +252,7 @@ def _weigh(
     weights = []
     for chunk, names in zip(chunks, files, strict=True):
         size = source.num_bytes(chunk) or sum(sizes[file] for file in names)
-        documents = num_documents(chunk)
+        documents = source.num_documents(chunk)
         weights.append((max(1, size / DOCUMENT_BYTES) if documents is None else documents, size))
     return weights
 
@@ -286,10 +276,9 @@ def _group(
 def _lines(
     source: Source, groups: Sequence[Sequence[str]], marks: Mapping[str, FileMark]
 ) -> Iterator[bytes]:
-    files_of: Callable[[str], list[str]] = getattr(source, "files_of", lambda chunk: [])
     rest = dict(marks)
     for group in groups:
-        files = dict.fromkeys(file for chunk in group for file in files_of(chunk))
+        files = dict.fromkeys(file for chunk in group for file in source.files_of(chunk))
         yield json.dumps([group, {file: marks[file] for file in files}]).encode() + b"\n"
         for file in files:
             rest.pop(file, None)
@@ -330,13 +319,6 @@ def _write(layout: CorpusLayout, lines: Iterator[bytes], tokenizer: Mapping[str,
 def _inside(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def _fingerprint(name: str, source: Source) -> str:
-    """Returns the fingerprint of a user-defined source, or one of its name if it has none."""
-    if hasattr(source, "fingerprint"):
-        return str(source.fingerprint())
-    return digest_of([name, type(source).__qualname__])
 
 
 def _digest(names: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from overland.data.registry import (
     validates_on_holdout,
     validation_table,
 )
-from overland.data.sources import FileSource, Source
+from overland.data.sources import Source
 from overland.data.sources.marks import FileMark, has_mark, marks_of_files
 from overland.errors import DataError
 from overland.words import any_of
@@ -159,7 +159,7 @@ def _shared(
     one = _opened(config, validation_table(config, held[0]), *held)
     other = _opened(config, training_table(config, trained[0]), *trained)
     names = [wanted.dataset or name for name, wanted in (held, trained)]
-    has_files = any(isinstance(source, Path | FileSource) for source in (one, other))
+    has_files = any(isinstance(source, Path) or source.files for source in (one, other))
     if not has_files and names[0] == names[1]:  # user-defined sources are compared by name
         return names[0]
     return _first_shared(one, other)
@@ -197,7 +197,7 @@ def _first_shared(held: Source | Path, trained: Source | Path) -> str | None:
     built corpus is given by its folder."""
     if isinstance(held, Path) and isinstance(trained, Path) and held.samefile(trained):
         return str(held)
-    if isinstance(held, FileSource) and isinstance(trained, FileSource):
+    if isinstance(held, Source) and isinstance(trained, Source):
         files = {_identity(trained.root / file) for file in trained.files}
         paths = (held.root / file for file in held.files)
         if itself := next((str(path) for path in paths if _identity(path) in files), None):
@@ -253,7 +253,7 @@ def _num_bytes(source: Source | Path) -> int:
 
 def _paths(source: Source | Path) -> list[Path]:
     """Returns the files that a source reads; a user-defined source may read none."""
-    if not isinstance(source, FileSource):
+    if isinstance(source, Path):
         return []
     return [source.root / file for file in source.depends_on()]
 

@@ -93,7 +93,7 @@ def _beginning(
 ) -> Beginning:
     """Tokenizes the first documents."""
     data, training = config.data, config.training
-    for note in getattr(source, "notes", ()):
+    for note in source.notes:
         preparer.report(f"note: {name}: {note}")
     any_tokenizer: Any = tokenizer
     with named_by_keys():

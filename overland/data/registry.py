@@ -16,7 +16,13 @@ from overland.data.arrays import Arrays, require_fields
 from overland.data.corpus_folder import is_corpus
 from overland.data.images import RandomImages, ShapeImages
 from overland.data.sft import conversations_of
-from overland.data.sources import Docstrings, FileSource, Source, StandardLibrary, open_source
+from overland.data.sources import (
+    Docstrings,
+    Source,
+    StandardLibrary,
+    as_source,
+    open_source,
+)
 from overland.data.sources.array_files import WANTED
 from overland.data.sources.array_list import ArrayList, is_array_list, listed_files
 from overland.data.sources.columns import WHOLE, NoColumn
@@ -36,16 +42,16 @@ VALIDATION = "validation"
 CHOICES = ("column", "subset", "split")
 """Keys that choose a part of a dataset, in [training], [validation] and sources."""
 
-_sources: dict[str, Callable[[], Source]] = {
+_sources: dict[str, Callable[[], Any]] = {
     "stdlib": lambda: StandardLibrary(),
     "stdlib_heldout": lambda: StandardLibrary(held_out=True),
     "docstrings": lambda: Docstrings(),
 }
 
 
-def register_source(name: str, open_source: Callable[[], Source] | None = None) -> Any:
-    """Makes `training.dataset = NAME` read from the source that `open_source()` returns. Usable as
-    a decorator: `@register_source(NAME)`."""
+def register_source(name: str, open_source: Callable[[], Any] | None = None) -> Any:
+    """Makes `training.dataset = NAME` read from the source that `open_source()` returns, which
+    has at least `chunks` and `read`. Usable as a decorator: `@register_source(NAME)`."""
     if open_source is None:
         return partial(register_source, name)
     if name in _sources or name in MADE:
@@ -102,7 +108,7 @@ def open_by_name(name: str, wanted: DataSource, data: Data, held_out: bool = Fal
         )
     name = wanted.dataset or name
     if name in _sources:
-        return _whole(name, _sources[name](), wanted)
+        return _whole(name, as_source(_sources[name]()), wanted)
     if part := PART.fullmatch(name):
         which = (int(part[2]), int(part[3]))
         library = StandardLibrary(part=which) if part[1] == "stdlib" else Docstrings(which)
@@ -309,8 +315,7 @@ def made_images(
 
 def held_by(name: str, source: Source) -> Arrays | None:
     """Returns the arrays that a source declares, or None for text and tokens."""
-    is_arrays = getattr(source, "kind", "text") == "arrays"
-    return Arrays.declared(name, getattr(source, "fields", None)) if is_arrays else None
+    return Arrays.declared(name, source.fields) if source.kind == "arrays" else None
 
 
 def refuse_choices(wanted: DataSource, table: str, what: object) -> None:
@@ -323,14 +328,14 @@ def refuse_choices(wanted: DataSource, table: str, what: object) -> None:
 
 def _whole(name: str, source: Source, wanted: DataSource) -> Source:
     """Returns the source, unless it has records but documents are wanted."""
-    if getattr(source, "kind", "text") == "records" and wanted.column != WHOLE:
+    if source.kind == "records" and wanted.column != WHOLE:
         raise DataError(f'{name} contains questions and answers: set sft.shape = "auto"')
     return source
 
 
 def _refuse_own_output(data: Data, source: Source) -> None:
     """Rejects an output folder inside the folder that is read: it would become part of the data."""
-    if not isinstance(source, FileSource) or not source.is_walked:
+    if not source.is_walked:
         return
     for key in ("folder", "cache_folder"):
         out = getattr(data, key)

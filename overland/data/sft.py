@@ -102,7 +102,7 @@ class ConversationSource(FileSource):
     def num_bytes(self, chunk: str) -> int | None:
         return self.records.num_bytes(chunk)
 
-    def depends_on(self) -> list[str]:
+    def depends_on(self) -> Sequence[str]:
         return self.records.depends_on()
 
     def files_of(self, chunk: str) -> list[str]:
@@ -205,9 +205,9 @@ def conversations_of(
 ) -> Source:
     """Returns a source of records as a source of conversations. Sources of token ids (a built
     corpus, or a user-defined source) are returned unchanged."""
-    if getattr(source, "kind", "text") == "tokens":
+    if source.kind == "tokens":
         return source
-    where = getattr(source, "place", type(source).__name__)
+    where = source.place
     if not isinstance(source, FileSource) or source.kind != "records":
         raise DataError(
             f"{where} has no records to fine-tune on (sft.shape): set training.dataset_path to "

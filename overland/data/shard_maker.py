@@ -21,7 +21,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -32,7 +32,7 @@ from overland.data.arrays import Unfit, with_channels
 from overland.data.corpus_folder import CorpusLayout
 from overland.data.shard import ShardInfo, write_shard
 from overland.data.sources.marks import FileMark, changed_files
-from overland.data.sources.source import BadDocument, FileSource, Source, list_chunks
+from overland.data.sources.source import BadDocument, Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from overland.files import naming, replace_file
@@ -65,8 +65,7 @@ class ShardMaker:
         self.layout, self.source, self.tokenizer = layout, source, tokenizer
         self.claims = Claims(layout.folder)
         self._num_bad = 0
-        if hasattr(source, "skip_bad") and not isinstance(source, FileSource):  # which knows it
-            source.skip_bad = layout.skip_bad
+        source.use_policy(layout.skip_bad)
 
     def make(self, number: int, tick: Tick = lambda documents, tokens: None) -> ShardInfo | None:
         """Makes a shard; returns None if it exists or someone else is working on it."""
@@ -103,14 +102,14 @@ class ShardMaker:
 
     def counts(self) -> Counter[str]:
         """Returns what the source left out or truncated so far, as requested."""
-        return Counter(getattr(self.source, "counts", {}))
+        return Counter(self.source.counts)
 
     def try_out(self, num_documents: int, num_characters: int) -> tuple[int, int, bool]:
         """Prepares the first documents of the source as for a shard, but writes nothing. Returns
         their number, the number of their tokens (for arrays: samples), and whether these are all
         documents."""
         tokens = documents = characters = 0
-        for batch in _batches(islice(self._records(list_chunks(self.source)), num_documents)):
+        for batch in _batches(islice(self._records(self.source.chunks()), num_documents)):
             prepared = self._prepare(batch)
             tokens += len(prepared) if self.layout.arrays else sum(map(len, prepared))
             documents += len(batch)
@@ -127,24 +126,20 @@ class ShardMaker:
             tick(len(documents), sum(map(len, documents)))
             yield from documents
         # Checked before publishing, so that all shards are made from the same files.
-        if isinstance(self.source, FileSource):
-            for change in changed_files(self.source.root, marks):
-                raise DataError(
-                    f"{change}, since {self.layout.folder} was laid out: build it again"
-                )
+        for change in changed_files(self.source.root, marks):
+            raise DataError(f"{change}, since {self.layout.folder} was laid out: build it again")
 
     def _records(self, chunks: Sequence[str]) -> Iterator[Record]:
-        announced = getattr(self.source, "num_documents", lambda chunk: None)
         for chunk in chunks:
-            bad_before, found = getattr(self.source, "num_bad", 0), 0
+            bad_before, found = self.source.num_bad, 0
             try:
-                for number, document in enumerate(_documents_of(self.source, chunk)):
+                for number, document in enumerate(self.source.read(chunk)):
                     yield Record(chunk, number, document)
                     found += 1
             except BadDocument as error:
                 raise DataError(f"{error}; {self._skipping} skips it") from None
-            found += getattr(self.source, "num_bad", 0) - bad_before
-            expected = announced(chunk)
+            found += self.source.num_bad - bad_before
+            expected = self.source.num_documents(chunk)
             if expected is not None and found != expected:
                 raise DataError(
                     f"{self._place(chunk)} has {found:,} documents, but {expected:,} were expected"
@@ -221,22 +216,10 @@ class ShardMaker:
         return "--skip-bad" if is_build else 'data.bad_documents = "skip"'
 
     def _num_bad_so_far(self) -> int:
-        return self._num_bad + int(getattr(self.source, "num_bad", 0))
+        return self._num_bad + self.source.num_bad
 
     def _place(self, chunk: str) -> str:
-        root = getattr(self.source, "root", None)
-        return chunk if root is None else str(root / chunk)
-
-
-def _documents_of(source: Source, chunk: str) -> Iterator[Any]:
-    """Reads a chunk, and rejects mistakes that only a user-defined source can make."""
-    documents = source.read(chunk)
-    if not isinstance(documents, Iterable):
-        raise DataError(
-            f"read({chunk!r}) of {type(source).__name__} returned "
-            f"{type(documents).__name__}; expected an iterable of documents"
-        )
-    return iter(documents)
+        return str(self.source.root / chunk)
 
 
 def _size(record: Record) -> int:

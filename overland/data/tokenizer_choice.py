@@ -197,7 +197,7 @@ def _text(name: str, wanted: DataSource, config: JobConfig) -> Source | None:
     if is_made(name, wanted) or find_built(name, wanted, config.data):
         return None
     source = open_wanted(config, training_table(config, name), name, wanted)
-    return source if getattr(source, "kind", "text") == "text" else None
+    return source if source.kind == "text" else None
 
 
 def _documents(sources: list[Source]) -> Iterator[str]:

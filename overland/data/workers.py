@@ -193,7 +193,7 @@ def _payload(*parts: Any) -> Any:
     with a pipe we would have to wait until each has started."""
     file = tempfile.TemporaryFile(prefix="overland-")  # noqa: SIM115
     try:
-        if any(type(part).__module__ == "__main__" for part in parts):
+        if any(isinstance(part, Source) and part.module == "__main__" for part in parts):
             raise CannotStart("its class is defined in the main module, which is not imported")
         pickle.dump(parts, file)
     except Exception as error:  # pickle raises nothing more specific

@@ -12,12 +12,13 @@ import numpy.typing as npt
 from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.plan import Plan, PlannedSource, Segment
 from overland.data.sampler import Sampler
+from overland.data.sources.source import Source
 from overland.data.windows import Reading
 
 VOCABULARY = 50_000
 
 
-class Numbered:
+class Numbered(Source):
     """Documents `first`, `first + 1`, …, some per chunk, with lengths from 1 to `longest`."""
 
     kind = "tokens"

@@ -16,7 +16,7 @@ from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.corpus_folder import read_layout
 from overland.data.sources import Document, JsonLines, Kind
 from overland.data.sources.marks import digest_of
-from overland.data.sources.source import Tokens
+from overland.data.sources.source import Source, Tokens
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 
 WORDS = ["the", "a", "train", "went", "over", "land", "and", "sea", "with", "tokens"]
@@ -48,7 +48,7 @@ def lines_of(folder: Path) -> JsonLines:
     return JsonLines(folder, sorted(path.name for path in folder.iterdir()))
 
 
-class RandomTokens:
+class RandomTokens(Source):
     """Random token ids; every document is a function of the seed and its chunk."""
 
     format = "random"

@@ -29,12 +29,13 @@ from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.registry import register_source
 from overland.data.shard import open_shard
 from overland.data.sources import open_source
+from overland.data.sources.source import Source
 from overland.errors import DataError
 
 ROWS = 8
 
 
-class Pictures:
+class Pictures(Source):
     """Numbered pictures: every pixel of picture i is i, and so is its label."""
 
     kind = "arrays"

@@ -162,7 +162,7 @@ def test_a_file_that_is_cut_short_is_an_error_under_every_policy(
         corpus.shard(0)
 
 
-class Odd:
+class Odd(Source):
     """A source of somebody's own that gives what is no text."""
 
     skip_bad = False

@@ -13,12 +13,13 @@ from overland.data.corpus import lay_out
 from overland.data.corpus_folder import read_layout, source_changes
 from overland.data.shard_maker import ShardMaker
 from overland.data.sources import JsonLines, TextFolder, open_source
+from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.data.making import RandomTokens, lines_of, write_lines
 
 
-class Sums:
+class Sums(Source):
     """A source of somebody's own: only what it must have."""
 
     def __init__(self, num_chunks: int = 10) -> None:

@@ -102,39 +102,38 @@ class TokenCount:
 
 
 def summarize(
-    source: Source | FileSource,
+    source: Source,
     num_samples: int = 0,
     each: Callable[[Document], None] = lambda document: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SourceSummary:
-    """Reads a whole source in order, and calls `each` with every document. A user-defined source
-    may have only `chunks` and `read`."""
+    """Reads a whole source in order, and calls `each` with every document."""
     chunks = source.chunks()
     summary = SourceSummary(
-        getattr(source, "format", type(source).__name__),
-        getattr(source, "kind", "text"),
-        getattr(source, "column", None),
-        getattr(source, "columns", {}),
-        len(getattr(source, "files", [])),
+        source.format or source.class_name,
+        source.kind,
+        source.column,
+        dict(source.columns),
+        len(source.files),
         len(chunks),
     )
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
-        before = summary.num_documents + getattr(source, "num_bad", 0)
+        before = summary.num_documents + source.num_bad
         for document in source.read(chunk):
             if summary.num_documents < num_samples:
                 summary.samples.append(document)
             summary.add(document)
             each(document)
-        found = summary.num_documents + getattr(source, "num_bad", 0) - before
-        expected = source.num_documents(chunk) if isinstance(source, FileSource) else None
+        found = summary.num_documents + source.num_bad - before
+        expected = source.num_documents(chunk)
         if expected is not None and found != expected:
             raise DataError(f"{chunk} has {found:,} documents, but {expected:,} were expected")
-    summary.num_bad = getattr(source, "num_bad", 0)
-    summary.not_read = getattr(source, "not_read", "")
-    summary.together = getattr(source, "together", "")
+    summary.num_bad = source.num_bad
+    summary.not_read = source.not_read
+    summary.together = source.together
     if not summary.num_documents:
-        place = getattr(source, "place", summary.format)
+        place = source.place
         bad = f", {number_of(summary.num_bad, 'bad one')} skipped" if summary.num_bad else ""
         raise DataError(f"{place} is empty: it holds no documents{bad}")
     return summary

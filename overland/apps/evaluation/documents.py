@@ -39,7 +39,7 @@ from overland.data.registry import (
 )
 from overland.data.shard import TOKENS, WEIGHTS
 from overland.data.sources.marks import FileMark, digest_of
-from overland.data.sources.source import BadDocument, FileSource, Source, list_chunks
+from overland.data.sources.source import BadDocument, Kind, Source
 from overland.data.sources.source import Document as Raw
 from overland.data.tokenizer import Tokenizer
 from overland.errors import ChoiceRequired, DataError
@@ -75,25 +75,25 @@ class EvaluationSet:
     @cached_property
     def source(self) -> Source:
         source = self.open()
-        kind = getattr(source, "kind", "text")
+        kind = source.kind
         if kind not in ("text", "tokens"):
             raise DataError(f"{self.name} contains {kind}, but perplexity needs text or token ids")
         return source
 
     @property
     def place(self) -> str:
-        return str(getattr(self.source, "place", self.name))
+        return str(self.source.place)
 
     @property
     def takes_prefix(self) -> bool:
         """Whether its documents have no special tokens yet: text, or a corpus made of text."""
         layout = _layout_of(self.source)
-        kind = layout.kind if layout is not None else getattr(self.source, "kind", "text")
+        kind = layout.kind if layout is not None else self.source.kind
         return bool(kind == "text")
 
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Yields the documents in order, at most `limit` of them."""
-        chunks = list_chunks(self.source)
+        chunks = self.source.chunks()
         found = (self._document(one, chunk) for chunk in chunks for one in self.source.read(chunk))
         try:
             yield from islice(found, limit)
@@ -103,25 +103,24 @@ class EvaluationSet:
     @property
     def num_documents(self) -> int | None:
         """Approximate number of documents, if known without reading them."""
-        return self.source.about_documents() if isinstance(self.source, FileSource) else None
+        return self.source.about_documents()
 
     @property
     def num_bad(self) -> int:
-        return int(getattr(self.source, "num_bad", 0))
+        return self.source.num_bad
 
     def marks(self) -> dict[str, FileMark]:
-        return self.source.marks() if isinstance(self.source, FileSource) else {}
+        return self.source.marks()
 
     def fingerprint(self, marks: Mapping[str, FileMark]) -> str:
         """Returns a fingerprint that changes with the data; for a custom source that has none, only
         with the list of its chunks."""
-        if isinstance(self.source, FileSource):
+        if marks:
             return self.source.fingerprint(marks)
-        own = getattr(self.source, "fingerprint", None)
-        return str(own()) if callable(own) else digest_of(list_chunks(self.source))
+        return digest_of([self.source.identity(self.name), *self.source.chunks()])
 
     def require_unchanged(self, marks: Mapping[str, FileMark]) -> None:
-        if isinstance(self.source, FileSource) and (changes := self.source.changes_since(marks)):
+        if changes := self.source.changes_since(marks):
             raise DataError(
                 f"{self.name} changed during the evaluation: {changes[0]}. No result was saved; "
                 "evaluate again"
@@ -160,10 +159,10 @@ class EvaluationSet:
         return Document(ids=ids, is_bare=False)
 
 
-class HeldOut:
+class HeldOut(Source):
     """The documents that `data.holdout` excludes from training. A chunk is a shard."""
 
-    kind = "tokens"
+    kind: Kind = "tokens"
 
     def __init__(self, corpus: Corpus, share: float) -> None:
         self.corpus, self.share, self.layout = corpus, share, corpus.layout
@@ -184,7 +183,7 @@ class HeldOut:
                 continue
             yield {TOKENS: ids, WEIGHTS: shard.document(int(number), WEIGHTS)}
 
-    def fingerprint(self) -> str:
+    def identity(self, name: str) -> str:
         return digest_of([self.corpus.fingerprint, self.share])
 
 

@@ -10,7 +10,7 @@ from overland.data.sources.jsonl import JsonLines
 from overland.data.sources.marks import FileMark
 from overland.data.sources.mds import MDS
 from overland.data.sources.open import open_source
-from overland.data.sources.source import Document, FileSource, Kind, Source
+from overland.data.sources.source import Document, FileSource, Kind, Source, as_source
 from overland.data.sources.text import Docstrings, StandardLibrary, TextFolder
 from overland.data.sources.token_files import Megatron, NumpyTokens
 
@@ -29,5 +29,6 @@ __all__ = [
     "Source",
     "StandardLibrary",
     "TextFolder",
+    "as_source",
     "open_source",
 ]

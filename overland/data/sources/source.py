@@ -1,9 +1,9 @@
 """What a source is.
 
-Anything that lists chunks and reads each front to back is a source (`Source`); a user-defined
-source needs nothing else. Sources that read files know more (`FileSource`): the kind of their
-documents, their columns, the number of documents in a chunk if it is known without reading it, and
-a mark of each file to detect changes.
+A `Source` lists chunks and reads each front to back; everything else about it has a default. A
+user's own needs only these two methods, and `as_source` adds the rest. Sources that read files know
+more (`FileSource`): their columns, the number of documents in a chunk if it is known without
+reading it, and a mark of each file to detect changes.
 
 A document is a text, token ids, named arrays, or a whole record; `kind` says which, and defaults to
 "text". A source of arrays declares its `fields`, see arrays.py. Token ids may have channels, with
@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32",
 Bad: TypeAlias = Callable[[str], None]
 """Called with a message about an unusable document; raises, or counts it and returns."""
 SHOWN = 5
+USERS_OWN = ("kind", "format", "column", "columns", "dtype", "fields", "channels", "made_by")
+"""Attributes that a user's source may have, besides its methods."""
 
 
 class BadDocument(DataError):
@@ -52,56 +54,64 @@ class Located(dict[str, Any]):
         return self._where if isinstance(self._where, str) else self._where()
 
 
-class Source(Protocol):
-    """Anything that lists chunks and reads them; a user-defined source needs nothing else."""
+class Source:
+    """Lists chunks and reads them. All attributes are plain data, so that a source can be sent to
+    another process."""
 
-    def chunks(self) -> Sequence[str]:
-        """Returns the names of the chunks, always in the same order."""
-
-    def read(self, chunk: str) -> Iterator[Document]:
-        """Yields the documents of one chunk, front to back."""
-
-
-class FileSource:
-    """Files of one format in one folder. Chunk names are relative to it, so that a corpus can be
-    moved; all attributes are plain data, so that a source can be sent to another process."""
-
-    format = ""
+    format: str | None = None
     kind: Kind = "text"
     column: str | None = None
     """The column that holds the documents, if the format has columns."""
+    columns: Mapping[str, str] = {}
     dtype: str | None = None
     """The data type of token ids, if the files do not specify one."""
+    fields: Any = None
+    """The fields of arrays, see arrays.py."""
+    channels: Mapping[str, str] | None = None
+    """The types of the channels that accompany each token id, by name."""
+    tokenizer: Any = None
+    """The tokenizer that made the token ids, if it is known."""
+    made_by: dict[str, Any] | None = None
+    """What else determines the token ids: part of a corpus's fingerprint."""
+    root: Path = Path()
+    """The folder that files and chunks are relative to."""
+    files: Sequence[str] = ()
+    is_walked = False
+    """Whether the files were found by searching the folder, not named by a list or an index."""
+    not_read = ""
+    """A note about other files in the folder that are skipped."""
+    together = ""
+    """A note about subsets that are read together."""
+    num_bad = 0
+    counts: Mapping[str, int] = {}
+    """How many documents were left out or truncated as requested, by what was done."""
 
-    def __init__(self, root: Path, files: Iterable[str], skip_bad: bool = False) -> None:
-        self.root = root
-        self.files = list(files)
-        self.names = frozenset(self.files)
-        self.columns: dict[str, str] = {}
-        self.is_walked = False
-        """Whether the files were found by searching the folder, not named by a list or an index."""
-        self.not_read = ""
-        """A note about other files in the folder that are skipped."""
-        self.together = ""
-        """A note about subsets that are read together."""
-        self.skip_bad = skip_bad
-        self.num_bad = 0
-        if not self.files:
-            raise DataError(f"{root} is empty: it contains no {self.format} files")
+    def chunks(self) -> Sequence[str]:
+        """Returns the names of the chunks, always in the same order."""
+        raise NotImplementedError
+
+    def read(self, chunk: str) -> Iterator[Document]:
+        """Yields the documents of one chunk, front to back."""
+        raise NotImplementedError
+
+    @property
+    def class_name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def module(self) -> str:
+        """The module of its class, which other processes import."""
+        return type(self).__module__
+
+    @property
+    def place(self) -> Path | str:
+        """What to call it in messages."""
+        return self.class_name
 
     @property
     def notes(self) -> list[str]:
         """What a user may want to know about which files are read."""
         return [note for note in (self.not_read, self.together) if note]
-
-    @property
-    def place(self) -> Path:
-        """The path to show in messages: the file if there is only one, otherwise the folder."""
-        return self.root / self.files[0] if len(self.files) == 1 else self.root
-
-    def chunks(self) -> list[str]:
-        """Returns the names of the chunks, always in the same order."""
-        return list(self.files)
 
     def num_documents(self, chunk: str) -> int | None:
         """Returns the number of documents in a chunk, if it is known without reading it."""
@@ -109,29 +119,29 @@ class FileSource:
 
     def about_documents(self) -> int | None:
         """Estimates the total number of documents, if that is possible without reading them."""
-        counts = [self.num_documents(chunk) for chunk in self.chunks()]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        return None
 
     def num_bytes(self, chunk: str) -> int | None:
         """Estimates the size of a chunk's text, if that is not an even share of its file."""
         return None
 
-    def read(self, chunk: str) -> Iterator[Document]:
-        """Yields the documents of one chunk, front to back."""
-        raise NotImplementedError
-
-    def depends_on(self) -> list[str]:
+    def depends_on(self) -> Sequence[str]:
         """Returns every file that the documents depend on."""
         return self.files
 
     def files_of(self, chunk: str) -> list[str]:
         """Returns the files that one chunk is read from."""
-        file, part = split_part(chunk)
-        return [chunk if part is None or chunk in self.names else file]
+        return []
+
+    def identity(self, name: str) -> str:
+        """Returns a fingerprint of a source without files, which has the name that is given."""
+        return digest_of([name, type(self).__qualname__])
+
+    def use_policy(self, skip_bad: bool) -> None:
+        """Says whether bad documents are skipped; those that read files were opened with it."""
 
     def marks(self) -> dict[str, FileMark]:
-        """Takes a mark of each of these files, to store and to pass to `changes_since` later."""
+        """Takes a mark of each file, to store and to pass to `changes_since` later."""
         return marks_of_files(self.root, self.depends_on())
 
     def changes_since(self, marks: Mapping[str, FileMark]) -> list[str]:
@@ -148,23 +158,105 @@ class FileSource:
         marks = self.marks() if marks is None else marks
         return digest_of([self.format, self.column, self.dtype, dict(marks)])
 
+
+class UserSource(Source):
+    """A source of a user's module, which has at least `chunks` and `read`."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        for name in USERS_OWN:
+            if hasattr(own, name):
+                setattr(self, name, getattr(own, name))
+
+    def chunks(self) -> Sequence[str]:
+        chunks: list[str] = list(self.own.chunks())
+        for chunk in chunks:
+            if not isinstance(chunk, str):
+                raise DataError(
+                    f"chunks() of {self.class_name} returned {chunk!r:.60}; expected strings"
+                )
+        return chunks
+
+    def read(self, chunk: str) -> Iterator[Document]:
+        documents = self.own.read(chunk)
+        if not isinstance(documents, Iterable):
+            raise DataError(
+                f"read({chunk!r}) of {self.class_name} returned {type(documents).__name__}; "
+                "expected an iterable of documents"
+            )
+        for document in documents:
+            self.num_bad = getattr(self.own, "num_bad", 0)
+            yield document
+        self.num_bad = getattr(self.own, "num_bad", 0)
+
+    @property
+    def class_name(self) -> str:
+        return type(self.own).__name__
+
+    @property
+    def module(self) -> str:
+        return type(self.own).__module__
+
+    def num_documents(self, chunk: str) -> int | None:
+        return self.own.num_documents(chunk) if hasattr(self.own, "num_documents") else None
+
+    def identity(self, name: str) -> str:
+        if hasattr(self.own, "fingerprint"):
+            return str(self.own.fingerprint())
+        return digest_of([name, type(self.own).__qualname__])
+
+    def use_policy(self, skip_bad: bool) -> None:
+        if hasattr(self.own, "skip_bad"):
+            self.own.skip_bad = skip_bad
+
+
+def as_source(own: Any) -> Source:
+    """Returns a user's object as a source."""
+    return own if isinstance(own, Source) else UserSource(own)
+
+
+class FileSource(Source):
+    """Files of one format in one folder. Chunk names are relative to it, so that a corpus can be
+    moved."""
+
+    format: str = ""
+
+    def __init__(self, root: Path, files: Iterable[str], skip_bad: bool = False) -> None:
+        self.root = root
+        self.files: list[str] = list(files)
+        self.names = frozenset(self.files)
+        self.columns: dict[str, str] = {}
+        self.skip_bad = skip_bad
+        if not self.files:
+            raise DataError(f"{root} is empty: it contains no {self.format} files")
+
+    @property
+    def place(self) -> Path:
+        """The file if there is only one, otherwise the folder."""
+        return self.root / self.files[0] if len(self.files) == 1 else self.root
+
+    def chunks(self) -> list[str]:
+        return list(self.files)
+
+    def about_documents(self) -> int | None:
+        counts = [self.num_documents(chunk) for chunk in self.chunks()]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+    def files_of(self, chunk: str) -> list[str]:
+        file, part = split_part(chunk)
+        return [chunk if part is None or chunk in self.names else file]
+
+    def identity(self, name: str) -> str:
+        """Nothing more: `fingerprint` covers the files."""
+        return ""
+
     def bad(self, message: str) -> None:
         """Raises an error for a bad document, or counts it as skipped. Unreadable files are always
         errors and never come here."""
         if not self.skip_bad:
             raise BadDocument(message)
         self.num_bad += 1
-
-
-def list_chunks(source: Source) -> list[str]:
-    """Returns the names of a source's chunks, and checks them: the source may be user-defined."""
-    chunks = list(source.chunks())
-    for chunk in chunks:
-        if not isinstance(chunk, str):
-            raise DataError(
-                f"chunks() of {type(source).__name__} returned {chunk!r:.60}; expected strings"
-            )
-    return chunks
 
 
 def check_dtype(dtype: str | None) -> str | None:
