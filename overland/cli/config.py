@@ -24,7 +24,7 @@ def reference(
     """Print every section and key with its type, default and meaning."""
     import json
 
-    from overland.config.write import reference_rows, reference_tables, reference_text
+    from overland.apps.reference import reference_rows, reference_tables, reference_text
 
     if not reference_rows(word):
         from overland.config.errors import ConfigError, Problem
@@ -48,7 +48,7 @@ def schema() -> None:
     """Print the JSON Schema of a config, for completion in editors."""
     import json
 
-    from overland.config.write import json_schema
+    from overland.apps.reference import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 

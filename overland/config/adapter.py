@@ -20,7 +20,6 @@ from overland.errors import CheckpointError
 from overland.files import LARGEST_CONFIG, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
-PEFT_VERSION = "0.21.2"  # the version whose fields are listed here
 
 KEYS = {
     "r": "rank",
@@ -37,38 +36,14 @@ KEYS = {
 }
 """PEFT's names for the keys of [lora]."""
 
-DEFAULTS: dict[str, Any] = {
-    "alora_invocation_tokens": None,
-    "arrow_config": None,
-    "auto_mapping": None,
+WRITTEN: dict[str, Any] = {
     "bias": "none",
-    "corda_config": None,
-    "ensure_weight_tying": False,
-    "eva_config": None,
-    "fan_in_fan_out": False,
     "inference_mode": True,
-    "init_lora_weights": True,
-    "kasa_config": None,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "loftq_config": {},
-    "lora_bias": False,
-    "lora_ga_config": None,
-    "megatron_config": None,
-    "megatron_core": "megatron.core",
-    "monteclora_config": None,
     "peft_type": "LORA",
-    "peft_version": PEFT_VERSION,
-    "qalora_group_size": 16,
-    "revision": None,
-    "target_parameters": None,
+    "peft_version": "0.21.2",
     "task_type": "CAUSAL_LM",
-    "trainable_token_indices": None,
-    "use_bdlora": None,
-    "use_qalora": False,
-    "velora_config": None,
 }
-"""PEFT's values for an adapter that uses none of these."""
+"""What is written besides. Keys that are left out have PEFT's defaults, which use nothing more."""
 
 # These record how and where the adapter was made; its outputs do not depend on them.
 NO_MATTER = {
@@ -155,7 +130,7 @@ def config_of(settings: Lora, modules: Sequence[str], base: str | None) -> dict[
         theirs[name] = theirs[name] or None
     if settings.targets == "all-linear":  # PEFT also stores the resolved names
         theirs["target_modules"] = sorted(modules)
-    return {**DEFAULTS, **theirs, "base_model_name_or_path": base}
+    return {**WRITTEN, **theirs, "base_model_name_or_path": base}
 
 
 def expand_adapter(

@@ -17,7 +17,6 @@ from typing import Any
 from overland.config.errors import ConfigError, Problem
 from overland.config.fields import Key, find_key, nearest_key
 from overland.config.source import Entries, Entry, KeyPath, flatten
-from overland.config.validate import lesson
 from overland.plugins import plugin
 from overland.words import nearest_name
 
@@ -44,7 +43,7 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         if len(path) < 2 or not all(path) or not (equals or word.startswith("--")):
             message = "expected section.key=value, such as training.steps=20"
             near = nearest_key(f".{path[0]}") if len(path) == 1 and path[0] else None
-            if advice := lesson(path[-1]):
+            if advice := plugin("dialects").lesson(path[-1]):
                 near = None
                 message = f"no such setting; {advice}"
             elif word.startswith("--"):

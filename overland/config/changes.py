@@ -2,7 +2,7 @@
 
 A change is one of four things: *refused*, because it would train another function than the
 checkpoint holds; *fixed*, refused by the data, whose order or contents it would change; *noted*; or
-*free*. Every key of the schema is listed here, and docs/train.md shows the same table (`table`).
+*free*. Every key of the schema is listed here, and docs/train.md shows the same table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from overland.config.errors import show_value
-from overland.config.fields import all_keys
 from overland.config.schema import OLDER_WORDS
 from overland.words import any_of
 
@@ -84,14 +83,6 @@ OF_OPTIMIZER = ("optimizer.name", "model.freeze")  # a new optimizer fits any of
 IN_PART = ("lora.base", "model.sparse")  # refused for some values, noted for others
 PATHS = ("checkpoint.initial_load_path", "lora.adapter", "validation.dataset_path")
 ARCHITECTURE = ("name", "flavor", "config", "overrides")
-WORDS = {
-    "refused": "What would train another function than the checkpoint holds, or has no effect on "
-    "a run that has begun. `checkpoint.allow_changes` allows single keys",
-    "fixed": "What would change the order of the data, or the contents of a source; no key allows "
-    "it",
-    "noted": "Takes effect at the next step, and the run says so",
-    "free": "Takes effect without a word",
-}
 
 
 class Change(NamedTuple):
@@ -202,22 +193,6 @@ def same_place(one: str | None, other: str | None) -> bool:
     short, long = sorted((a, b), key=lambda path: path.is_absolute())
     parts = [part for part in short.parts if part not in (".", "..")]
     return not short.is_absolute() and list(long.parts[-len(parts) :]) == parts
-
-
-def table() -> str:
-    """Returns the table of docs/train.md."""
-    rows = ["| a change of | is | |", "|---|---|---|"]
-    for rule, words in WORDS.items():
-        names: dict[str, list[str]] = {}
-        for key in all_keys():
-            if rule_of(key) == rule:
-                section, _, name = key.partition(".")
-                names.setdefault(section, []).append(name)
-        keys = "everything else"
-        if rule != "free":
-            keys = "; ".join(f"`[{section}]` {', '.join(all_)}" for section, all_ in names.items())
-        rows.append(f"| {keys} | **{'refused' if rule == 'fixed' else rule}** | {words} |")
-    return "\n".join(rows) + "\n"
 
 
 def _changes(

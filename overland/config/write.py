@@ -1,5 +1,4 @@
-"""Writes a `JobConfig` as TOML that `load_config` reads back to the same config, and the reference
-of all keys as text, table, JSON and JSON Schema."""
+"""Writes a `JobConfig` as TOML that `load_config` reads back to the same config."""
 
 from __future__ import annotations
 
@@ -8,16 +7,12 @@ import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from overland.config.fields import Key, all_keys, sections
 from overland.config.schema import IN_PLACE_OF, SFT_DEFAULTS, JobConfig, Section
 from overland.config.variables import with_literal_paths
 from overland.files import replace_file
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 
 # If it were left out, the run folder would be named after the file when it is read back.
 ALWAYS = ("job.dump_folder",)
@@ -143,90 +138,3 @@ def _value(config: JobConfig, key: Key) -> Any:
 
 def _toml_key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
-
-
-def reference_rows(word: str = "") -> list[dict[str, Any]]:
-    """Returns one row per key: section, key, type, default, description; only those with `word` in
-    their name or description, if one is given."""
-    rows = []
-    for key in all_keys().values():
-        rows.append(_row(key, key.section, key.name))
-        for name in key.table.model_fields if key.table else ():
-            inner = key.inside((key.section, key.name, "NAME", name))
-            assert inner is not None
-            rows.append(_row(inner, key.section, f"{key.name}.NAME.{name}"))
-        for name, field in key.record.model_fields.items() if key.record else ():
-            rows.append(_row(Key(key.dotted, name, field), key.section, f"{key.name}.{name}"))
-    return [row for row in rows if _says(row, word.lower())]
-
-
-def _says(row: dict[str, Any], word: str) -> bool:
-    return word in f"{row['section']}.{row['key']}\n{row['description']}".lower()
-
-
-def _row(key: Key, section: str, name: str) -> dict[str, Any]:
-    return {
-        "section": section,
-        "key": name,
-        "type": key.type_words,
-        "default": key.default,
-        "description": key.description,
-    }
-
-
-def reference_text(word: str = "", width: int = 100) -> str:
-    """Returns the reference as plain text, or the part of it that has `word`."""
-    lines: list[str] = []
-    for section, about in sections().items():
-        rows = _rows_of(section, word)
-        if word and not rows:
-            continue
-        lines += [f"[{section}]  {about}", ""]
-        for row in rows:
-            lines.append(f"  {row['key']} = {_default(row)}   ({row['type']})")
-            lines += textwrap.wrap(
-                row["description"], width - 6, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def reference_tables(word: str = "") -> list[RenderableType]:
-    """Returns the reference for a terminal, one table per section, or the part of it that has
-    `word`."""
-    from rich.table import Table
-    from rich.text import Text
-
-    tables: list[RenderableType] = []
-    for section, about in sections().items():
-        rows = _rows_of(section, word)
-        if word and not rows:
-            continue
-        title = Text(f"[{section}] {about}")
-        table = Table(title=title, title_justify="left", title_style="bold", expand=True)
-        for heading in ("key", "default", "expected", "description"):
-            table.add_column(heading, ratio=4 if heading == "description" else 2, overflow="fold")
-        for row in rows:
-            cells = (row["key"], _default(row), row["type"], row["description"])
-            table.add_row(*(Text(cell) for cell in cells))
-        tables.append(table)
-    return tables
-
-
-def json_schema() -> dict[str, Any]:
-    """Returns a JSON Schema of the config file, for editors that complete and check TOML
-    or YAML."""
-    schema = JobConfig.model_json_schema()
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
-        "title": "Overland run config",
-    }
-
-
-def _rows_of(section: str, word: str) -> list[dict[str, Any]]:
-    return [row for row in reference_rows(word) if row["section"] == section]
-
-
-def _default(row: dict[str, Any]) -> str:
-    return "not set" if row["default"] is None else toml_value(row["default"])

@@ -47,7 +47,7 @@ def test_reference_of_a_word_shows_only_the_keys_that_have_it() -> None:
 def test_reference_has_a_table_for_the_terminal() -> None:
     from rich.console import Console
 
-    from overland.config.write import reference_tables
+    from overland.apps.reference import reference_tables
 
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     for table in reference_tables():

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.apps.dialects.lessons import LESSONS
 from overland.checks import load_checked, machine
 from overland.config.errors import ConfigError
 from overland.config.fields import all_keys
-from overland.config.validate import LESSONS
 
 from .broken import BROKEN, Broken
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from overland.apps.reference import json_schema, reference_rows, reference_text
 from overland.config.fields import all_keys
 from overland.config.load import load_config, recipe_names
 from overland.config.schema import JobConfig
-from overland.config.write import json_schema, reference_rows, reference_text, to_toml, write_config
+from overland.config.write import to_toml, write_config
 
 
 def changed() -> JobConfig:

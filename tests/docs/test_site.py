@@ -19,8 +19,8 @@ import typer
 from markdown_it import MarkdownIt
 
 import overland
+from overland.apps.reference import reference_rows
 from overland.cli.main import app
-from overland.config.write import reference_rows
 from tests.cli.processes import ROOT, environment
 from tests.reporting.browser import Browser, need_browser
 

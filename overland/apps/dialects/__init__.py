@@ -7,6 +7,7 @@ a `Draft`.
 from __future__ import annotations
 
 from overland.apps.dialects.axolotl import is_axolotl, translate_axolotl
+from overland.apps.dialects.lessons import lesson as lesson
 from overland.apps.dialects.stub import is_stub, translate_stub
 from overland.apps.dialects.torchtitan import todays_key as todays_key
 from overland.apps.dialects.torchtitan import translate_torchtitan
