@@ -42,7 +42,6 @@ from overland.checkpoint.folder import (
     superfluous,
     tidy,
 )
-from overland.checkpoint.full import write_full
 from overland.checkpoint.plan import (
     SavePlan,
     State,
@@ -54,7 +53,7 @@ from overland.checkpoint.plan import (
     plan_save,
 )
 from overland.checkpoint.snapshot import Direct, Snapshot, fits_in_memory
-from overland.checkpoint.write import WrittenFile, build_index, commit, write_files
+from overland.checkpoint.write import WrittenFile, build_index, commit, write_files, write_full
 from overland.config.schema import Checkpoint
 from overland.errors import CheckpointError, sentence
 from overland.files import Disk, Moved

@@ -1,4 +1,5 @@
-"""Writes one rank's files: several threads checksum and write the blocks."""
+"""Writes one rank's files (several threads checksum and write the blocks), the index of all files,
+and whole tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from overland.checkpoint.format import (
     num_blocks,
 )
 from overland.checkpoint.plan import Box, FilePlan, lay_out_files
+from overland.checkpoint.read import CheckpointReader
 from overland.files import Disk, Moved, ignore
+from overland.plugins import plugin
 from overland.run_folder import COMMITTED
 from overland.world.records import record
 
@@ -238,6 +241,38 @@ def write_whole_tensors(
     index.world_size = world_size  # of the run, since its random streams are included
     index.tensors |= {box.name: TensorEntry(box.dtype, box.whole) for box in missing}
     commit(folder, index, about, disk)
+
+
+def write_full(
+    beside: Path,
+    index: Index,
+    about: dict[str, Any],
+    full_format: str,
+    disk: Disk,
+    moved: Moved = ignore,
+) -> None:
+    """Turns the parts in `beside` into a committed checkpoint of whole tensors, in files that need
+    no index to be read (`checkpoint.type = full`).
+
+    The bytes are written twice, but no rank ever holds more than one whole tensor.
+    """
+    shards = beside.with_name(beside.name.removesuffix(".tmp") + ".shards")
+    disk.remove_folder(shards)
+    disk.rename(beside, shards)
+    try:
+        with CheckpointReader(shards, index, about, moved) as parts:
+            if full_format == "torch":
+                plugin("four_files").write_four_files(parts, beside, about, disk, moved)
+            else:
+                tensors = (
+                    (name, entry.dtype, entry.shape, partial(parts.read, name))
+                    for name, entry in parts.tensors.items()
+                )
+                write_whole_tensors(
+                    beside, tensors, index.run, about, disk, index.world_size, moved
+                )
+    finally:
+        disk.remove_folder(shards)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -14,9 +14,9 @@ from overland.data.loader import batches, read_ahead
 from overland.data.windows import Exhausted
 from overland.errors import TrainingError
 from overland.parallel.comm import from_first_rank
+from overland.plugins import plugin
 from overland.training.callbacks import Record
 from overland.training.describe import write_plan
-from overland.training.export import export_hf
 from overland.training.health import BadSteps
 from overland.training.ledger_writer import LedgerWriter
 from overland.training.metrics import Meter
@@ -115,7 +115,7 @@ def conclude(run: Run) -> None:
     steps = run.config.training.steps
     if run.config.checkpoint.last_save_in_hf and from_first_rank(run.folder.steps_done() < steps):
         run.beat.enter(Phase.ENDING, doing=f"writing {run.folder.hf}")
-        export_hf(run)
+        plugin("exports").export_hf(run)
     if run.world.is_first:
         try:
             run.folder.mark_done(run.progress.step, is_saved=run.config.checkpoint.enable)

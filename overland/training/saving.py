@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from overland.checkpoint.folder import committed
-from overland.checkpoint.links import follow_links
 from overland.checkpoint.snapshot import tensors_in_words
 from overland.checkpoint.store import Outcome
 from overland.errors import CheckpointError, NotSavedError, TrainingError, sentence
@@ -35,7 +34,7 @@ def prepare_saves(run: Run, report: Callable[[str], None]) -> None:
         plugin("exports").follow(root, run.store.folder, newest, run.store.disk, moved)
 
     def links(newest: Path | None = None, moved: Moved = ignore) -> None:
-        follow_links(run.folder.root, run.store.folder, run.store.disk)
+        plugin("links").follow_links(run.folder.root, run.store.folder, run.store.disk)
 
     wanted = {
         adapters: run.config.lora.save_as_peft,

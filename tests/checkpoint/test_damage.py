@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from overland.apps.convert.formats.lazy import is_tiled_by
 from overland.apps.proofs.checkpoint import verify
-from overland.checkpoint.format import is_tiled_by, marker, parse_marker
+from overland.checkpoint.format import marker, parse_marker
 from overland.checkpoint.read import load
 from overland.errors import CheckpointError
 from tests.checkpoint.states import copy, like, save, some_state

@@ -54,13 +54,13 @@ class Endless(Callback):
 
 LATE = """\
 import os, signal
-from overland.training import loop
+from overland.apps.convert import exports
 
-def export_hf(run, export=loop.export_hf):
+def export_hf(run, export=exports.export_hf):
     os.kill(os.getpid(), signal.SIGUSR1)
     export(run)
 
-loop.export_hf = export_hf
+exports.export_hf = export_hf
 
 class Late:
     def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGUSR1):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from overland.apps.convert.exports import export_hf
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.read import open_checkpoint
 from overland.config.schema import JobConfig
@@ -16,7 +17,6 @@ from overland.errors import sentence
 from overland.files import DISK
 from overland.training.build import build_run
 from overland.training.describe import keep_tokenizer
-from overland.training.export import export_hf
 from overland.training.loop import train
 from overland.world import World
 from tests.jobs import TINY_MODEL, losses, run_job, tiny_job

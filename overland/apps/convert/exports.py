@@ -23,11 +23,18 @@ from overland.apps.convert.formats.peft import write_peft
 from overland.apps.convert.formats.sparse import densify
 from overland.checkpoint.folder import list_checkpoints, set_aside, step_of
 from overland.checkpoint.lazy import counting
+from overland.checkpoint.origin import LEFT_OUT
+from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
+from overland.checkpoint.snapshot import Direct, tensors_in_words
+from overland.checkpoint.store import Stalled
+from overland.checkpoint.write import WrittenFile, build_index, write_files
 from overland.data.tokenizer_files import companions_in
-from overland.errors import CheckpointError
+from overland.errors import CheckpointError, sentence
 from overland.files import Disk, Moved, ignore, publish
 from overland.run_folder import ADAPTERS, README, TOKENIZER, WRITTEN_BY, adapters_name
+from overland.training.run import Run
+from overland.training.state import learned_names, run_facts, saved_state
 
 CARD = """---
 base_model: {base}
@@ -41,15 +48,67 @@ library_name: peft
 """
 
 
-def write_hf_folder(
-    checkpoint: CheckpointReader, folder: Path, dtype: torch.dtype, tokenizer: Path
-) -> None:
-    """Writes a model in `dtype`, with adapters merged, replacing an earlier folder."""
+def export_hf(run: Run) -> Path:
+    """Writes the weights as `hf/` in the run folder, from any layout, replacing an earlier one.
+
+    Each rank writes its part to a temporary folder, as for a checkpoint, and rank 0 assembles the
+    parts, with one tensor in memory at a time. Adapters are merged into the weights.
+    """
+    store, shards = run.store, run.folder.root / ".hf.shards"
+    group = store.group
+    whole = saved_state(run, whole=True)
+    state = {name: value for name, value in whole.items() if name.startswith("model.")}
+    plan, parts = plan_save(state, group), Direct()
+    parts.take(state, learned_names(run))
+
+    def write(moved: Moved) -> tuple[str, list[WrittenFile]]:
+        try:
+            written = write_files(shards, plan.files, parts.read, Disk(), moved=moved)
+            store.pulse.wait()  # for the device or the CPU
+            names = parts.not_finite()
+            return (
+                f"{tensors_in_words(names)} holds values that are not finite" if names else "",
+                written,
+            )
+        except OSError as problem:
+            return sentence(problem), []
+
+    def conclude(moved: Moved) -> str:
+        if not run.world.is_first:
+            return ""
+        error = next((text for text, _ in reports if text), "")
+        try:
+            if not error:
+                done = [some for _, some in reports]
+                facts = {**run_facts(run), LEFT_OUT: None}  # here everything is written
+                index = build_index("shard", plan.files_of_ranks, done, facts)
+                with CheckpointReader(shards, index, {}, moved) as checkpoint:
+                    _write_hf(checkpoint, run)
+        except (OSError, CheckpointError) as problem:
+            error = sentence(problem)
+        shutil.rmtree(shards, ignore_errors=True)
+        return error
+
+    store.pulse.begin(plan.num_bytes)
+    try:
+        reports = gather(store.together(write), group)
+        error = broadcast(store.together(conclude), group)
+    except Stalled as problem:
+        error = str(problem)
+    finally:
+        store.pulse.end()
+    if error:
+        raise CheckpointError(f"{run.folder.hf} was not written: {error}")
+    return run.folder.hf
+
+
+def _write_hf(checkpoint: CheckpointReader, run: Run) -> None:
+    folder, dtype = run.folder.hf, getattr(torch, run.config.checkpoint.export_dtype)
     source = densify(as_lazy_checkpoint(checkpoint))
     if source.adapter is not None:
         source = merge(source, dtype)
     source.tensors = {name: cast_lazily(lazy, dtype) for name, lazy in source.tensors.items()}
-    source.companions = companions_in(tokenizer)
+    source.companions = companions_in(run.folder.tokenizer)
     beside = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from overland.apps.convert.formats.lazy import is_tiled_by
 from overland.checkpoint.format import (
     BLOCK,
     DTYPE_NAMES,
@@ -20,7 +21,6 @@ from overland.checkpoint.format import (
     NOT_AN_INDEX,
     checksum,
     is_marker_exact,
-    is_tiled_by,
     name_of_part,
 )
 from overland.checkpoint.read import (

@@ -24,7 +24,14 @@ from overland.apps.convert.formats.files import (
     split_by_size,
     write_companions,
 )
-from overland.apps.convert.formats.lazy import MAX_DIMS, Stored, Tiled, held, num_updates
+from overland.apps.convert.formats.lazy import (
+    MAX_DIMS,
+    Stored,
+    Tiled,
+    held,
+    is_tiled_by,
+    num_updates,
+)
 from overland.apps.convert.formats.meta import (
     check_is_plain_llama,
     has_meta_names,
@@ -36,7 +43,6 @@ from overland.apps.convert.formats.meta import (
 from overland.apps.convert.formats.pickles import StandIn, load_pickle
 from overland.apps.convert.formats.safe_globals import SAFE_GLOBALS
 from overland.apps.convert.formats.torch_save import read_torch_file, scalar, write_torch_file
-from overland.checkpoint.format import is_tiled_by
 from overland.checkpoint.lazy import (
     MODEL,
     MOMENTS,

@@ -6,6 +6,7 @@ pages of a mapped file count as memory of the process.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from overland.errors import CheckpointError
 MAX_DIMS = 64
 # Read at once: small enough to report progress in time on a slow disk.
 READ_BYTES = 1 << 24
+# Parts of a tensor that form no grid are compared in pairs; no layout has this many of them.
+MOST_UNEVEN = 2000
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +115,40 @@ class Tiled(Lazy):
             ends = (start + size for start, size in zip(corner, tile.shape, strict=True))
             out[tuple(map(slice, corner, ends))].copy_(tile.load())
         return out
+
+
+def is_tiled_by(
+    shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> bool:
+    """Whether boxes (start, shape) cover each element of a tensor exactly once."""
+    boxes = [box for box in boxes if math.prod(box[1])]
+    if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+        return False
+    for start, size in boxes:
+        if any(a < 0 or a + n > whole for a, n, whole in zip(start, size, shape, strict=True)):
+            return False
+    return _apart(boxes, 0, len(shape))
+
+
+def _apart(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], dim: int, num_dims: int) -> bool:
+    """Whether no two boxes overlap, given that they do in all dims before `dim`. Boxes that form a
+    grid, as in every layout, need no pairwise comparison."""
+    if len(boxes) < 2:
+        return True
+    if dim == num_dims:
+        return False
+    rows: dict[tuple[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for start, size in boxes:
+        rows.setdefault((start[dim], size[dim]), []).append((start, size))
+    order = sorted(rows)
+    if all(a + n <= b for (a, n), (b, _) in itertools.pairwise(order)):
+        return all(_apart(row, dim + 1, num_dims) for row in rows.values())
+    if len(boxes) > MOST_UNEVEN:
+        return False
+    return not any(
+        all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
+        for one, other in itertools.combinations(boxes, 2)
+    )
 
 
 @dataclass(frozen=True, eq=False)
