@@ -27,8 +27,8 @@ from torch import Tensor
 
 from overland.apps.convert.formats import open_any
 from overland.apps.convert.formats.merge import join
+from overland.config.errors import toml_value
 from overland.config.load import load_config
-from overland.config.write import toml_value
 from overland.data.corpora import Preparer
 from overland.data.loader import load_batch
 from overland.data.prepare import training_data

@@ -9,8 +9,8 @@ from typing import Any
 from words import as_code, as_markdown, table
 
 from overland.apps.reference import reference_rows
+from overland.config.errors import toml_value
 from overland.config.fields import sections
-from overland.config.write import toml_value
 
 FOLDER = "reference/config"
 FOUND_FIRST = "---\nsearch:\n  boost: 2\n---\n\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from overland.config.errors import toml_value
 from overland.config.fields import Key, all_keys, sections
 from overland.config.schema import JobConfig
-from overland.config.write import toml_value
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -174,7 +174,7 @@ def sft_config(
 
 def sft_lines(config: JobConfig | None) -> Iterator[str]:
     """Yields the other keys that a config needs to train on these conversations."""
-    from overland.config.write import toml_value
+    from overland.config.errors import toml_value
 
     if config is None:
         return

@@ -14,7 +14,7 @@ from typing import Any
 
 from overland.cluster.job import BatchJob, sbatch_words
 from overland.cluster.site import NamedSite, Site
-from overland.config.variables import SECRET
+from overland.config.paths import SECRET
 from overland.errors import ClusterError
 from overland.packages import need
 from overland.slurm import MOST_RESTARTS

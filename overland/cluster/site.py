@@ -19,9 +19,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from overland.config.errors import ConfigError, Problem
 from overland.config.fields import in_words
+from overland.config.paths import SECRET
 from overland.config.schema.base import PositiveInt, Section
 from overland.config.source import KeyPath, index_lines, nest, read_toml
-from overland.config.variables import SECRET
 from overland.words import control_character, nearest_name
 
 

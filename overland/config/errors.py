@@ -7,9 +7,13 @@ did you mean training.seq_len?`
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from overland.errors import Kind, OverlandError
 
@@ -57,17 +61,32 @@ class ConfigError(OverlandError):
 
 def show_value(value: Any, limit: int = 60) -> str:
     """Returns the value as TOML would write it, truncated to `limit` characters."""
-    if isinstance(value, bool):
-        text = "true" if value else "false"
-    elif value is None:
-        text = "null"
-    elif isinstance(value, str):
-        text = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-    elif isinstance(value, list):
-        text = "[" + ", ".join(show_value(item, limit) for item in value) + "]"
-    elif isinstance(value, dict):
-        items = (f"{key} = {show_value(item, limit)}" for key, item in value.items())
-        text = "{" + ", ".join(items) + "}"
-    else:
-        text = str(value)
+    text = toml_value(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def toml_value(value: Any) -> str:
+    """Returns a value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are valid in TOML's basic strings, except that TOML also escapes DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, BaseModel):
+        return toml_value(value.model_dump(exclude_defaults=True))
+    if value is None:
+        return "null"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        items = ", ".join(
+            f"{toml_key(key)} = {toml_value(item)}"
+            for key, item in value.items()
+            if item is not None  # TOML has no null: not set
+        )
+        return "{ " + items + " }" if items else "{}"
+    return repr(value)
+
+
+def toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)

@@ -28,11 +28,10 @@ from overland.config.arguments import (
 )
 from overland.config.errors import ConfigError, Problem, show_value
 from overland.config.fields import is_current
-from overland.config.own_folder import from_own_folder
+from overland.config.paths import Resolved, from_own_folder, resolve_paths
 from overland.config.schema import OLDER_WORDS, PAIR_DEFAULTS, SFT_DEFAULTS, Job, JobConfig
 from overland.config.source import SUFFIXES, Entries, KeyPath, Translated, overlay, read_file
 from overland.config.validate import check_switches, validate_entries
-from overland.config.variables import Resolved, resolve_paths
 from overland.files import read_json
 from overland.plugins import plugin
 from overland.run_folder import COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from overland.config.errors import toml_key, toml_value
 from overland.config.fields import Key, all_keys, sections
+from overland.config.paths import with_literal_paths
 from overland.config.schema import IN_PLACE_OF, SFT_DEFAULTS, JobConfig, Section
-from overland.config.variables import with_literal_paths
 from overland.files import replace_file
 
 # If it were left out, the run folder would be named after the file when it is read back.
@@ -78,27 +77,6 @@ def to_toml(
     return "\n\n".join(blocks) + "\n"
 
 
-def toml_value(value: Any) -> str:
-    """Returns a value as TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # JSON's escapes are valid in TOML's basic strings, except that TOML also escapes DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Section):
-        return toml_value(value.model_dump(exclude_defaults=True))
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        items = ", ".join(
-            f"{_toml_key(key)} = {toml_value(item)}"
-            for key, item in value.items()
-            if item is not None  # TOML has no null: not set
-        )
-        return "{ " + items + " }" if items else "{}"
-    return repr(value)
-
-
 def _lines(key: Key, value: Any, comments: bool) -> list[str]:
     lines = _comment(key.description).splitlines() if comments else []
     lines.append(
@@ -114,7 +92,7 @@ def _tables(key: Key, tables: dict[str, Section], written: Mapping[str, str]) ->
         values = table.model_dump(exclude_defaults=True)
         lines = _as_written(f"{key.dotted}.{name}", written)
         lines += [f"{inner} = {toml_value(value)}" for inner, value in values.items()]
-        blocks.append("\n".join([f"[{key.dotted}.{_toml_key(name)}]", *lines]))
+        blocks.append("\n".join([f"[{key.dotted}.{toml_key(name)}]", *lines]))
     return blocks
 
 
@@ -134,7 +112,3 @@ def _comment(text: str) -> str:
 
 def _value(config: JobConfig, key: Key) -> Any:
     return getattr(getattr(config, key.section), key.attribute)
-
-
-def _toml_key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)

@@ -28,7 +28,7 @@ import torch
 import yaml
 from torch import nn
 
-from overland.config.write import toml_value
+from overland.config.errors import toml_value
 from tests.comparison.mistakes import MISTAKES, Mistake, Settings
 from tests.peers import AXOLOTL, NANOCHAT, TORCHTITAN, TRL, install
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from overland.config.write import toml_value
+from overland.config.errors import toml_value
 from tests.cli.processes import environment, losses
 from tests.comparison.shape import BATCH, INTERVAL, LR, NUM_TEXTS, SEED, SEQ_LEN, STEPS, VOCABULARY
 from tests.data.chats import write_lines, write_tokenizer

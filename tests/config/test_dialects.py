@@ -13,11 +13,11 @@ import pytest
 from overland.apps.dialects.torchtitan import BY_VALUE, OLD_NAMES
 from overland.apps.dialects.torchtitan_keys import REFUSED
 from overland.checks import load_checked
-from overland.config.errors import ConfigError
+from overland.config.errors import ConfigError, toml_value
 from overland.config.fields import is_current
 from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
-from overland.config.write import to_toml, toml_value
+from overland.config.write import to_toml
 from overland.models.registry import model_config
 
 from .torchtitan_v02 import V02

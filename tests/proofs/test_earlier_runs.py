@@ -16,6 +16,7 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.corpus import lay_out
 from overland.data.ledger import read_ledger
+from overland.data.plan import Plan
 from overland.data.shard import open_shard
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
@@ -44,6 +45,25 @@ def config_of(folder: Path, *changes: str) -> JobConfig:
         f"data.sources.ids.path={ids}",
     )
     return load_config(str(folder / "run" / "config.toml"), [*places, *changes], env={}).config
+
+
+@pytest.mark.parametrize(("before", "today"), [("tokens", "sequences"), ("rows", "documents")])
+def test_a_run_folder_has_the_former_names_of_mixtures(
+    moved: Path, before: str, today: str
+) -> None:
+    """Its config.toml is read with a note. Its plan keeps them: its fingerprint is made of them."""
+    file, stored = moved / "run" / "config.toml", moved / "run" / "data" / "plan.json"
+    for path, quoted in ((file, 'mixture = "tokens"'), (stored, '"mixture": "tokens"')):
+        text = path.read_text()
+        assert quoted in text
+        path.write_text(text.replace(quoted, quoted.replace("tokens", before)))
+    loaded = load_config(str(moved / "run"), env={})
+    assert loaded.config.data.mixture == today
+    (note,) = (one for one in loaded.notes if "mixture" in one)
+    assert note.endswith(f'config.toml:133: data.mixture = "{before}" is now "{today}"')
+    plan = Plan.from_json(json.loads(stored.read_text())["plan"])
+    assert plan.mixture == today
+    assert plan.to_json()["mixture"] == before
 
 
 def test_a_run_of_before_resumes_with_the_same_rows(ranks: RankPool, moved: Path) -> None:

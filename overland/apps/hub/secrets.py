@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from overland.apps.hub.snapshot import BLOCK
 from overland.cluster.script import SHORTEST_SECRET
-from overland.config.variables import SECRET
+from overland.config.paths import SECRET
 from overland.errors import HubError
 
 FOLDERS = {".ssh", ".aws", ".gnupg", ".kube", ".docker"}

@@ -17,7 +17,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 BatchSize = Annotated[int, Field(ge=-1)]
 Degree = Annotated[int, Field(gt=0)]
 HOLDS_A_PATH = "path"
-PathText = Annotated[str, HOLDS_A_PATH]  # may hold variables and ~: see variables.py
+PathText = Annotated[str, HOLDS_A_PATH]  # may hold variables and ~: see paths.py
 
 
 class Section(BaseModel):
