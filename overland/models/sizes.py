@@ -149,21 +149,23 @@ def decoder_activations(model: DecoderSizes, one: PassShape) -> Activations:
     hidden = tokens * model.hidden_size * size / tp
     kept = _kept_per_token(model, one)
     whole = _kept_per_token(model, replace(one, recompute="none"))
-    chunk = min(tokens, CHUNK_TOKENS) * (size + 8)
-    if tp > 1:  # see VocabularyParallelLoss
-        chunk = min(tokens, CHUNK_TOKENS) * (size + 4)
-    elif one.kernels:
-        chunk = min(tokens, KERNEL_CHUNK_TOKENS) * size
     trained = matrix if one.trains_head else 0.0
-    # Under tp the rows are gathered, and their gradient is wide until it is summed.
-    whole_rows = tokens * model.hidden_size * (size + 4) if tp > 1 else 0
+    vocab = model.vocab_size / tp
+    chunk = min(tokens, CHUNK_TOKENS) * vocab
+    # Logits, and the gradient of the output matrix, accumulated in float32.
+    loss = chunk * (size + 8) + 4 * trained
+    if tp > 1:  # The rows are gathered, and their gradient is wide until it is summed.
+        before = 4 * trained if tokens > CHUNK_TOKENS else 0.0
+        loss = max(chunk * (size + 4) + before, chunk * size + 4 * trained)
+        loss += tokens * model.hidden_size * (size + 4)
+    elif one.kernels:
+        loss = min(tokens, KERNEL_CHUNK_TOKENS) * vocab * size + 4 * trained
     return Activations(
         kept=tokens * kept,
         # Gradients of gate, up and their product; what is recomputed.
         block=tokens * (3 * size * model.intermediate_size / tp + whole - kept) + 2 * hidden,
-        # The gradient of the output matrix, accumulated in float32; the last norm's input and
-        # output, and the gradient of the latter.
-        head=chunk * model.vocab_size / tp + 4 * trained + 3 * hidden + whole_rows,
+        # The last norm's input and output, and the gradient of the latter.
+        head=loss + 3 * hidden,
     )
 
 

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed._functional_collectives import all_reduce
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from overland.kernels.gradients import scaled
 from overland.models.decoder import Head, HeadLoss
 from overland.models.linear import AddedMatrix, ChangedLinear
-from overland.models.loss import IGNORED, OutputMatrix, TokenLosses, places_of
+from overland.models.loss import IGNORED, OutputMatrix, TokenLosses, add_product, places_of
 from overland.models.sizes import CHUNK_TOKENS
 from overland.models.structure import Role
 from overland.parallel.comm import gather, gather_with_gradient, sum_and_scatter
@@ -119,6 +120,53 @@ def split_class(kind: type[ChangedLinear]) -> type[ChangedLinear]:
     return type(f"Split{kind.__name__}", (SplitProduct, kind), {})
 
 
+def split_embedding(embedding: nn.Embedding, tp: DeviceMesh) -> None:
+    """Makes each rank keep only the rows of its part of the vocabulary; it receives all tokens and
+    returns its rows of the sequence. Torch's own style computes the gradient of the whole table on
+    every rank."""
+    weight = distribute_tensor(embedding.weight, tp, [Shard(0)])
+    trained = embedding.weight.requires_grad
+    embedding.weight = nn.Parameter(weight, requires_grad=trained)
+    embedding.forward = partial(embedding_forward, embedding, tp)  # type: ignore[method-assign]
+
+
+def embedding_forward(embedding: nn.Embedding, tp: DeviceMesh, tokens_BS: Tensor) -> Tensor:
+    assert isinstance(embedding.weight, DTensor)
+    weight_vD = embedding.weight.to_local()
+    rows_BRD: Tensor = VocabularyRows.apply(tokens_BS, weight_vD, tp.get_group())
+    return rows_BRD
+
+
+class VocabularyRows(torch.autograd.Function):
+    """The rows of a table that is split over the vocabulary. Every token's row is on one rank; the
+    others add zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens_BS: Tensor, weight_vD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        size = len(weight_vD)
+        place_N1, here_N1 = places_of(tokens_BS.flatten(), dist.get_rank(group) * size, size)
+        place_BS, here_BS1 = place_N1.view_as(tokens_BS), here_N1.view(*tokens_BS.shape, 1)
+        rows_BSD = weight_vD[place_BS].masked_fill_(~here_BS1, 0)
+        ctx.save_for_backward(place_BS.where(here_BS1[..., 0], size))  # of others: past the end
+        ctx.size, ctx.group = size, group
+        # Waited for: with the collective's unfinished result as input, a compiled block drops the
+        # gradient of its input (torch 2.13, found by the proof `tp2:compile`).
+        return wait_tensor(sum_and_scatter(rows_BSD, "sum", 1, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BRD: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.needs_input_grad[1]:
+            return None, None, None
+        (place_BS,) = ctx.saved_tensors
+        grad_BSD = wait_tensor(gather(grad_BRD.contiguous(), 1, ctx.group))
+        # One more row than there are, for the tokens of other ranks, which it leaves out.
+        grad_vD = torch.ops.aten.embedding_dense_backward(
+            grad_BSD, place_BS, ctx.size + 1, ctx.size, False
+        )
+        return None, grad_vD[: ctx.size], None
+
+
 def split_head(head: Head, tied_weight: Tensor | None, tp: DeviceMesh) -> None:
     """Makes each rank keep only the output rows of its part of the vocabulary."""
     if isinstance(tied_weight, nn.Parameter):
@@ -200,8 +248,9 @@ class VocabularyParallelLoss(torch.autograd.Function):
         first = dist.get_rank(group) * weight_vD.shape[0]
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         z_part = torch.zeros_like(total)
-        grad_hidden_ND = torch.empty_like(hidden_ND, dtype=wide)
-        grad_weight_vD = torch.zeros_like(weight_vD, dtype=wide)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden_ND = torch.empty_like(hidden_ND, dtype=wide) if need_hidden else None
+        grad_weight_vD = None
 
         for start in range(0, len(hidden_ND), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
@@ -218,19 +267,28 @@ class VocabularyParallelLoss(torch.autograd.Function):
             log_C1 = sums_C2[:, :1].log()
             total += ((log_C1 - sums_C2[:, 1:]) * weights_C1).sum()
 
-            grad_Cv = exp_Cv.div_(sums_C2[:, :1])
+            wide_Cv = exp_Cv.div_(sums_C2[:, :1])  # the gradient of the logits
             if z_loss:
                 log_z_C1 = log_C1 + largest_C1
                 z_part += (z_loss * log_z_C1.square() * weights_C1).sum()
-                grad_Cv.mul_(1 + 2 * z_loss * log_z_C1)
-            grad_Cv.scatter_add_(1, place_C1, -here_C1.to(wide))
-            grad_Cv = grad_Cv.to(hidden_CD.dtype)
-            grad_hidden_ND[rows] = (grad_Cv @ weight_vD * weights_C1).to(wide)
-            grad_weight_vD += grad_Cv.t() @ (hidden_CD * weights_C1).to(hidden_CD.dtype)
+                wide_Cv.mul_(1 + 2 * z_loss * log_z_C1)
+            wide_Cv.scatter_add_(1, place_C1, -here_C1.to(wide))
+            grad_Cv = wide_Cv.to(hidden_CD.dtype)
+            del logits_Cv, exp_Cv, wide_Cv  # otherwise two chunks would exist at once
+            if grad_hidden_ND is not None:
+                product_CD = add_product(None, grad_Cv, weight_vD, wide)
+                grad_hidden_ND[rows] = product_CD.mul_(weights_C1)
+            if need_weight:
+                weighted_CD = (hidden_CD * weights_C1).to(hidden_CD.dtype)
+                grad_weight_vD = add_product(grad_weight_vD, grad_Cv.t(), weighted_CD, wide)
+            del grad_Cv
 
-        grad_hidden_BSD = grad_hidden_ND.unflatten(0, labels_BS.shape)
-        grad_hidden_BRD = sum_and_scatter(grad_hidden_BSD, "sum", 1, group)
-        ctx.save_for_backward(grad_hidden_BRD.to(hidden_BRD.dtype), grad_weight_vD)
+        grad_hidden_BRD = None
+        if grad_hidden_ND is not None:
+            grad_hidden_BSD = grad_hidden_ND.unflatten(0, labels_BS.shape)
+            grad_hidden_BRD = sum_and_scatter(grad_hidden_BSD, "sum", 1, group)
+            grad_hidden_BRD = grad_hidden_BRD.to(hidden_BRD.dtype)
+        ctx.save_for_backward(grad_hidden_BRD, grad_weight_vD)
         ctx.weight_dtype = weight_vD.dtype
         ctx.mark_non_differentiable(z_part)
         return total + z_part, z_part
@@ -239,6 +297,8 @@ class VocabularyParallelLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_BRD, grad_weight_vD = ctx.saved_tensors
-        scaled = (grad_hidden_BRD.to(grad.dtype) * grad).to(grad_hidden_BRD.dtype)
-        weight = (grad_weight_vD * grad).to(ctx.weight_dtype)
-        return scaled, weight, None, None, None, None
+        if grad_hidden_BRD is not None:
+            grad_hidden_BRD = (grad_hidden_BRD.to(grad.dtype) * grad).to(grad_hidden_BRD.dtype)
+        if grad_weight_vD is not None:
+            grad_weight_vD = scaled(grad_weight_vD, grad, ctx.weight_dtype)
+        return grad_hidden_BRD, grad_weight_vD, None, None, None, None

@@ -5,8 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from overland.config.derived import DegreeError, resolve_degrees
 from overland.config.schema import Compile, Parallelism
@@ -15,7 +22,8 @@ from overland.models.flops import StageCosts, stage_costs
 from overland.models.registry import build_model
 from overland.parallel.apply import compile_blocks
 from overland.parallel.context import in_row_order, places_of_rank
-from overland.parallel.pipeline import deal_blocks, stages_of_rank
+from overland.parallel.pipeline import deal_blocks, stage_class, stages_of_rank
+from overland.parallel.tensor import split_embedding
 from overland.training.step import gradient_norm
 
 
@@ -115,3 +123,47 @@ def test_a_gradient_over_an_axis_that_no_sum_knows_is_refused(
     monkeypatch.setattr("overland.training.step.sharded_axes", lambda gradient: ("experts",))
     with pytest.raises(AssertionError, match="unknown axis"):
         gradient_norm(optimizer, model, mesh)
+
+
+def test_a_rank_computes_the_gradient_of_its_part_of_the_vocabulary_only() -> None:
+    """Torch's own style makes one of the whole table, on every rank."""
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for one in pytree.tree_leaves(out):
+                if isinstance(one, torch.Tensor) and not isinstance(one, DTensor):
+                    self.largest = max(self.largest, one.numel())
+            return out
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        table = nn.Embedding(4000, 8)
+        split_embedding(table, mesh)
+        tokens = torch.arange(1000, 2000, 125)[None]  # all on this rank
+        with Sizes() as sizes:
+            table(tokens).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(table.weight.grad, DTensor)
+    assert table.weight.grad.shape == (4000, 8)
+    assert sizes.largest == 1001 * 8  # one row more, for the tokens of others
+
+
+def test_what_a_stage_receives_has_a_gradient_whatever_the_first_pass_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch 2.11 and 2.12 see to it only if the very first pass has a backward pass."""
+    monkeypatch.setattr(PipelineStage, "_prepare_backward_infra", lambda self, *args: None)
+    stage = object.__new__(stage_class())
+    hidden, tokens = torch.zeros(2), torch.zeros(2, dtype=torch.long)
+    received = (SimpleNamespace(buffer=hidden), SimpleNamespace(buffer=tokens), SimpleNamespace())
+    stage.args_recv_info = {0: received}
+    stage._prepare_backward_infra(1)
+    assert hidden.requires_grad
+    assert not tokens.requires_grad

@@ -41,6 +41,7 @@ from overland.parallel.tensor import (
     ROWS,
     SplitLinear,
     overlap_communication,
+    split_embedding,
     split_head,
 )
 
@@ -93,11 +94,11 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool) -> None:
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     embedding, head = model.model.embed_tokens, model.lm_head
     if embedding is not None:
-        split = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
-        parallelize_module(embedding, tp, split)
-        # Copied to a plain tensor: with the collective's unfinished result as input, a compiled
-        # block drops the gradient of its input (torch 2.13, found by the proof `tp2:compile`).
-        embedding.register_forward_hook(lambda module, args, out: out.clone())
+        if type(embedding).forward is nn.Embedding.forward:
+            split_embedding(embedding, tp)
+        else:  # one of a model's own
+            split = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
+            parallelize_module(embedding, tp, split)
         if model.model.noise is not None:
             model.model.noise.part = tp.get_local_rank()
     for layer in model.model.layers.values():
