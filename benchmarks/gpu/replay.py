@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from overland.config.schema import JobConfig
 from overland.parallel.comm import process_group
-from overland.parallel.cuda_graphs import Replayed
+from overland.parallel.whole import Replayed
 from overland.training.build import build_run
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train

@@ -46,9 +46,9 @@ from overland.optimizers.adamw import AdamW
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh, forget_meshes
-from overland.parallel.micro_batches import checked_sums
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 from overland.parallel.sharding import splits
+from overland.parallel.whole import checked_sums
 
 # Raised if a user's code reads values, which fake tensors do not have.
 NOT_FOR_FAKES = (

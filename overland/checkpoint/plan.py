@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from overland.checkpoint.format import DTYPE_NAMES, DTYPES, header_of, name_of_part
 from overland.errors import CheckpointError
+from overland.parallel.sharding import shard_of
 from overland.world import exchange
 
 # Most file systems let only one thread at a time write to a file, so a rank with much to write uses
@@ -184,19 +185,15 @@ def lay_out_files(boxes: Sequence[Box], rank: int) -> list[FilePlan]:
 def local_state(state: State, rank: int) -> State:
     """Returns what this rank holds, under names that include the rank."""
     return {
-        local_name(name, rank): replace(value, like=local_tensor(value.like))
+        local_name(name, rank): replace(value, like=shard_of(value.like))
         if isinstance(value, PackedTensor)
-        else local_tensor(value)
+        else shard_of(value)
         for name, value in state.items()
     }
 
 
 def local_name(name: str, rank: int) -> str:
     return f"rank_{rank:05d}/{name}"
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shaped(value: Tensor | PackedTensor) -> Tensor:

@@ -24,8 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from overland.checkpoint.format import (
     BLOCK,
@@ -37,9 +35,10 @@ from overland.checkpoint.format import (
     checksum,
     parse_marker,
 )
-from overland.checkpoint.plan import broadcast, local_name, local_tensor
+from overland.checkpoint.plan import broadcast, local_name
 from overland.errors import CheckpointError, MismatchError
 from overland.files import Moved, ignore
+from overland.parallel.sharding import local_part, shard_of
 from overland.run_folder import CHECKPOINT, COMMITTED
 
 NUM_THREADS = max(2, min(8, os.cpu_count() or 2))
@@ -257,8 +256,8 @@ def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
     with torch.no_grad(), ThreadPoolExecutor(NUM_THREADS, "checkpoint-read") as pool:
         jobs = []
         for name, tensor in state.items():
-            shard = local_tensor(tensor)
-            for job in checkpoint.jobs(name, shard, box_start(tensor)):
+            shard, start, _ = local_part(tensor)
+            for job in checkpoint.jobs(name, shard, start):
                 jobs.append(pool.submit(_on_device, shard.device, job))
         try:
             for done in jobs:
@@ -266,7 +265,7 @@ def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    if any(local_tensor(tensor).is_cuda for tensor in state.values()):
+    if any(shard_of(tensor).is_cuda for tensor in state.values()):
         torch.cuda.synchronize()
 
 
@@ -310,18 +309,8 @@ def fill_local(
             f"{checkpoint.index.world_size} ranks, but this run has {world_size}: it can only be "
             f"read in the same layout; run on {checkpoint.index.world_size} ranks again"
         )
-    shards = {local_name(name, rank): local_tensor(tensor) for name, tensor in state.items()}
+    shards = {local_name(name, rank): shard_of(tensor) for name, tensor in state.items()}
     fill(checkpoint, {name: shard for name, shard in shards.items() if shard.numel()})
-
-
-def box_start(tensor: Tensor) -> tuple[int, ...]:
-    """Returns where this rank's part of a tensor begins."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(offset)
 
 
 def open_file(path: Path, num_bytes: int) -> int:

@@ -23,7 +23,8 @@ from contextlib import nullcontext, suppress
 import torch
 from torch import Tensor
 
-from overland.checkpoint.plan import Box, PackedTensor, SavePlan, State, local_tensor
+from overland.checkpoint.plan import Box, PackedTensor, SavePlan, State
+from overland.parallel.sharding import shard_of
 from overland.world.devices import available_memory
 
 ALIGNMENT = 64
@@ -203,7 +204,7 @@ class Direct:
 
 def _kept(value: Tensor | PackedTensor) -> list[Tensor]:
     """Returns the tensors on this rank that hold a value."""
-    return list(value.kept) if isinstance(value, PackedTensor) else [local_tensor(value).detach()]
+    return list(value.kept) if isinstance(value, PackedTensor) else [shard_of(value).detach()]
 
 
 def _bytes(

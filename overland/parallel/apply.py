@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
-from torch.distributed.tensor import DTensor
 
 from overland.config.derived import Degrees, rows_per_step
-from overland.config.schema import Compile, JobConfig
+from overland.config.schema import JobConfig
 from overland.errors import ModelError
 from overland.models.build import build_undivided
 from overland.models.flops import stage_costs
@@ -29,16 +27,14 @@ from overland.models.structure import (
     inside,
     structure_of,
 )
-from overland.parallel.activation_checkpointing import checkpoint_activations
-from overland.parallel.cuda_graphs import Replayed
+from overland.parallel.blocks import checkpoint_activations, compile_blocks
 from overland.parallel.mesh import Mesh
-from overland.parallel.micro_batches import Whole
 from overland.parallel.pipeline import Pipeline, deal_blocks, keep_stage, stages_of_rank
 from overland.parallel.plans import ParallelPlan, plan_for, without_plan
-from overland.parallel.sharding import is_single, shard
+from overland.parallel.sharding import shard
+from overland.parallel.whole import Replayed, Whole, can_replay
 
 ParallelModel = Whole | Pipeline
-RECOMPILE_LIMIT = 64
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
@@ -76,39 +72,6 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None, mesh: Mesh, config:
         )
         compile_blocks(model, config.compile)
     shard(model, blocks, mesh, config)
-
-
-def compile_blocks(model: nn.Module, settings: Compile) -> None:
-    """Compiles block by block: one compilation serves all layers, which keeps start-up short."""
-    assert settings.enable != "auto"  # resolved before
-    if not settings.enable:
-        return
-    from torch._dynamo import config as dynamo_config  # a fifth of the import time at start
-
-    # Lets compiled 8-bit products be cached for the next start like everything else: both of their
-    # passes are part of the graph that is the cache key.
-    functorch_config.autograd_cache_allow_custom_autograd_functions = True
-    # A block passes dropout seeds to its adapters; it need not do so again when it is recomputed.
-    dynamo_config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    # A block is recompiled for each power of two of documents that a batch may hold, for the
-    # lengths of training and validation, and with and without gradients; torch's default limit of 8
-    # would end the run.
-    dynamo_config.recompile_limit = RECOMPILE_LIMIT
-    structure = structure_of(model)
-    assert structure is not None
-    others = (find_module(model, path) for path in structure.compiled)
-    # Uncompiled, a decoder's last norm takes fourteen small kernels; under tensor parallelism such
-    # modules are left alone.
-    whole = [
-        module
-        for module in others
-        if module is not None and not any(isinstance(p, DTensor) for p in module.parameters())
-    ]
-    for block in [*blocks_of(model).values(), *whole]:
-        # Only the forward function, so that the hooks of sharding stay outside the graph.
-        block.forward = torch.compile(
-            block.forward, backend=settings.backend, fullgraph=True, dynamic=False
-        )
 
 
 def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) -> None:
@@ -186,19 +149,6 @@ def batch_norm(model: nn.Module) -> str:
         if isinstance(module, BATCH_NORMS) and (module.training or module.running_mean is None):
             return f"{name} ({type(module).__name__})"
     return ""
-
-
-def can_replay(model: nn.Module, mesh: Mesh, config: JobConfig) -> bool:
-    """Whether steps can be replayed: on one NVIDIA GPU, with a model that never waits for it. Flex
-    attention builds its masks in every pass and has not been tested; without compilation, blocks
-    are meant to be debugged."""
-    if not (config.compile.enable and config.compile.cuda_graphs):
-        return False
-    if mesh.device_type != "cuda" or torch.version.hip or not is_single(mesh, config):
-        return False
-    structure = structure_of(model)
-    recordable = structure is not None and structure.recordable
-    return recordable and config.model.attention != "flex"
 
 
 def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Module]:

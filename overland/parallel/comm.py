@@ -26,6 +26,11 @@ from overland.world.sharing import require_own_device, share_devices
 
 T = TypeVar("T")
 
+from_first_rank = broadcast
+"""Returns rank 0's value, or another's, on every rank."""
+all_of = all_gather
+"""Returns the values of all ranks, in rank order, on every rank."""
+
 
 @contextmanager
 def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.device]:
@@ -115,11 +120,6 @@ gather_with_gradient = _functional("all_gather_single_autograd", "all_gather_ten
 sum_and_scatter = _functional("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-def from_first_rank(value: T, source: int = 0) -> T:
-    """Returns rank 0's value, or another's, on every rank."""
-    return broadcast(value, source)
-
-
 def once_for_all(make: Callable[[], T]) -> T:
     """Calls `make` on rank 0 only, and returns its result, or raises its error, on every rank."""
     value, problem = None, None
@@ -134,11 +134,6 @@ def once_for_all(make: Callable[[], T]) -> T:
     if words:
         raise FromFirstRank(words)
     return value  # type: ignore[return-value]
-
-
-def all_of(value: T) -> list[T]:
-    """Returns the values of all ranks, in rank order, on every rank."""
-    return all_gather(value)
 
 
 def first_problem(problem: str) -> str:

@@ -34,8 +34,8 @@ from overland.objectives.preference import PreferenceLoss
 from overland.parallel.apply import batch_norm
 from overland.parallel.comm import first_problem, total_sums
 from overland.parallel.context import share_of_rows
-from overland.parallel.micro_batches import Whole
 from overland.parallel.sharding import reshard
+from overland.parallel.whole import Whole
 from overland.training.step import gradient_norm, with_known, with_passes
 from overland.world.heartbeat import Phase
 

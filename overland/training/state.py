@@ -24,7 +24,7 @@ from torch import Tensor
 
 import overland
 from overland.checkpoint.origin import LEFT_OUT, Origin
-from overland.checkpoint.plan import State, local_name, local_tensor
+from overland.checkpoint.plan import State, local_name
 from overland.checkpoint.read import (
     CheckpointReader,
     fill,
@@ -51,7 +51,13 @@ from overland.objectives.registry import AUTO, objective_name
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import same_state
 from overland.parallel.comm import all_of, from_first_rank
-from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
+from overland.parallel.sharding import (
+    local_part,
+    named_buffers,
+    named_parameters,
+    shard_of,
+    tied_copies,
+)
 from overland.training.run import Run
 from overland.training.schedule import learning_rate
 from overland.training.vocabulary import new_rows_of
@@ -356,7 +362,7 @@ def check_finite(run: Run, path: Path, skip_optimizer: bool) -> None:
     """Raises if weights or optimizer state are not finite."""
     tested = learned_names(run)
     tensors = run_tensors(run, skip_optimizer).items()
-    found = LargestValues((name, local_tensor(one)) for name, one in tensors if name in tested)
+    found = LargestValues((name, shard_of(one)) for name, one in tensors if name in tested)
     if names := found.not_finite():
         raise CheckpointError(
             f"{path} holds values that are not finite, in {tensors_in_words(names)}: training "

@@ -23,8 +23,8 @@ from overland.data.corpora import Preparer
 from overland.data.loader import load_batch
 from overland.data.prepare import Dataset, validation_data
 from overland.parallel.comm import sum_over
-from overland.parallel.micro_batches import Whole
 from overland.parallel.pipeline import Pipeline
+from overland.parallel.whole import Whole
 from overland.training import loop, step, validate
 from overland.training.run import Run
 from overland.world import World

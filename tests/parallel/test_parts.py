@@ -20,7 +20,7 @@ from overland.config.schema import Compile, Parallelism
 from overland.models import resolve_config
 from overland.models.flops import StageCosts, stage_costs
 from overland.models.registry import build_model
-from overland.parallel.apply import compile_blocks
+from overland.parallel.blocks import compile_blocks
 from overland.parallel.context import in_row_order, places_of_rank
 from overland.parallel.pipeline import deal_blocks, stage_class, stages_of_rank
 from overland.parallel.tensor import split_embedding

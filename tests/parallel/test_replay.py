@@ -17,10 +17,8 @@ from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.models.registry import build_model, model_config
-from overland.parallel import cuda_graphs as replay
-from overland.parallel.apply import can_replay
-from overland.parallel.cuda_graphs import PLAIN_STEPS, Replayed
-from overland.parallel.micro_batches import Whole
+from overland.parallel import whole as replay
+from overland.parallel.whole import PLAIN_STEPS, Replayed, Whole, can_replay
 
 
 class Model(nn.Module):

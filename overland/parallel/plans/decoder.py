@@ -78,38 +78,57 @@ class DecoderPlan:
             require_separate_tokens(model, self.token_by_token)
 
     def split_tensors(self, model: nn.Module, tp: DeviceMesh, overlap: bool) -> None:
+        """Splits every matrix of a decoder, or of one pipeline stage of it."""
         assert isinstance(model, Decoder)
-        split_tensors(model, tp, overlap)
+        plan = block_plan(model.config.qk_norm)
+        if overlap:
+            overlap_communication(tp)
+        frozen = {
+            name for name, parameter in model.named_parameters() if not parameter.requires_grad
+        }
+        embedding, head = model.model.embed_tokens, model.lm_head
+        if embedding is not None:
+            if type(embedding).forward is nn.Embedding.forward:
+                split_embedding(embedding, tp)
+            else:  # one of a model's own
+                split = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
+                parallelize_module(embedding, tp, split)
+            # Copied to a plain tensor: with the collective's unfinished result as input, a compiled
+            # block drops the gradient of its input (torch 2.13, found by the proof `tp2:compile`).
+            embedding.register_forward_hook(lambda module, args, out: out.clone())
+            if model.model.noise is not None:
+                model.model.noise.part = tp.get_local_rank()
+        for layer in model.model.layers.values():
+            parallelize_module(layer, tp, {**plan, **changed_layers(layer)})
+        if model.model.norm is not None:
+            parallelize_module(model.model.norm, tp, SequenceParallel(use_local_output=True))
+        if head is not None:
+            tied = embedding is not None and model.config.tie_word_embeddings
+            split_head(head, embedding.weight if tied and embedding is not None else None, tp)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in frozen)  # torch's styles make norms trainable
 
     def split_context(self, model: nn.Module, cp: DeviceMesh) -> None:
+        """Makes a decoder work on this rank's share of each row."""
         assert isinstance(model, Decoder)
-        split_context(model, cp)
-
-
-def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool) -> None:
-    """Splits every matrix of a decoder, or of one pipeline stage of it."""
-    plan = block_plan(model.config.qk_norm)
-    if overlap:
-        overlap_communication(tp)
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    embedding, head = model.model.embed_tokens, model.lm_head
-    if embedding is not None:
-        if type(embedding).forward is nn.Embedding.forward:
-            split_embedding(embedding, tp)
-        else:  # one of a model's own
-            split = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
-            parallelize_module(embedding, tp, split)
         if model.model.noise is not None:
-            model.model.noise.part = tp.get_local_rank()
-    for layer in model.model.layers.values():
-        parallelize_module(layer, tp, {**plan, **changed_layers(layer)})
-    if model.model.norm is not None:
-        parallelize_module(model.model.norm, tp, SequenceParallel(use_local_output=True))
-    if head is not None:
-        tied = embedding is not None and model.config.tie_word_embeddings
-        split_head(head, embedding.weight if tied and embedding is not None else None, tp)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)  # torch's styles make norms trainable
+            model.model.noise.num_shares = cp.size()
+        model.model.masks = ContextMasks(model.model.masks, cp)
+        for number, layer in model.model.layers.items():
+            attention = getattr(layer, "self_attn", None)
+            core = getattr(attention, "core", None)
+            if attention is None or not isinstance(core, nn.Module):
+                raise ModelError(
+                    f"block {number} has no module self_attn.core, which context parallelism needs "
+                    "to pass the keys and values of the whole row; train this model without it"
+                )
+            attention.core = ContextAttention(core, cp)
+            if type(attention).forward is not SelfAttention.forward or "forward" in vars(attention):
+                require_core(attention, f"model.layers.{number}.self_attn")
+        # The dynamic rotary type stretches with the length of the whole row.
+        model.model.rotary.register_forward_pre_hook(
+            lambda module, args: (args[0], args[1] * cp.size(), args[2])
+        )
 
 
 def changed_layers(layer: nn.Module) -> dict[str, SplitLinear]:
@@ -199,28 +218,6 @@ def block_plan(qk_norm: bool) -> dict[str, Any]:
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(output_layouts=ROWS),
     }
-
-
-def split_context(model: Decoder, cp: DeviceMesh) -> None:
-    """Makes a decoder work on this rank's share of each row."""
-    if model.model.noise is not None:
-        model.model.noise.num_shares = cp.size()
-    model.model.masks = ContextMasks(model.model.masks, cp)
-    for number, layer in model.model.layers.items():
-        attention = getattr(layer, "self_attn", None)
-        core = getattr(attention, "core", None)
-        if attention is None or not isinstance(core, nn.Module):
-            raise ModelError(
-                f"block {number} has no module self_attn.core, which context parallelism needs to "
-                "pass the keys and values of the whole row; train this model without it"
-            )
-        attention.core = ContextAttention(core, cp)
-        if type(attention).forward is not SelfAttention.forward or "forward" in vars(attention):
-            require_core(attention, f"model.layers.{number}.self_attn")
-    # The dynamic rotary type stretches with the length of the whole row.
-    model.model.rotary.register_forward_pre_hook(
-        lambda module, args: (args[0], args[1] * cp.size(), args[2])
-    )
 
 
 def require_core(attention: nn.Module, name: str) -> None:

@@ -1,9 +1,10 @@
-"""On one NVIDIA GPU, forward and backward are recorded once as a CUDA graph and then replayed.
+"""A model that is not split into stages: micro-batches pass through it one after the other.
 
-A step of a Llama is 1,500 to 4,000 kernels, each launched by the host, and the device waits between
-them. A replay is one call for all of them. The same kernels run in the same order on the same
-numbers, so results are identical bit for bit. Norm and update stay outside: the learning rate
-changes from step to step, and the host has time for them while the replay runs.
+On one NVIDIA GPU, forward and backward are recorded once as a CUDA graph and then replayed. A step
+of a Llama is 1,500 to 4,000 kernels, each launched by the host, and the device waits between them.
+A replay is one call for all of them. The same kernels run in the same order on the same numbers, so
+results are identical bit for bit. Norm and update stay outside: the learning rate changes from step
+to step, and the host has time for them while the replay runs.
 
 A graph reads and writes at fixed addresses: batches are copied into its own tensors, and gradients
 stay where they were when it was recorded. It keeps its memory, including activations, from one step
@@ -18,12 +19,51 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from overland.config.schema import JobConfig
 from overland.data.batch import Batch
-from overland.parallel.micro_batches import Whole
+from overland.errors import ModelError
+from overland.models.structure import Inputs, structure_of
+from overland.parallel.mesh import Mesh
+from overland.parallel.sharding import is_single, sync_gradients
 
 PLAIN_STEPS = 3  # run first: they compile and select kernels, which a recording cannot do
 
 Key = tuple[object, ...]
+
+
+class Whole:
+    """A model that is not split into stages; it has the methods of `Pipeline`."""
+
+    def __init__(self, model: nn.Module, rows_per_pass: int, num_sums: int = 1) -> None:
+        self.parts = [model]
+        self.rows_per_pass = rows_per_pass
+        self.num_sums = num_sums
+        self._inputs = Inputs(model)
+
+    def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
+        """Returns the summed loss times `scale`, and the objective's other sums; leaves the
+        gradients, accumulated over micro-batches, in the parameters."""
+        total = torch.zeros(self.num_sums, dtype=torch.float64, device=batch.device)
+        micro_batches = list(batch.split(self.rows_per_pass))
+        for number, micro in enumerate(micro_batches, start=1):
+            sync_gradients(self.parts[0], last=number == len(micro_batches))
+            sums = self.loss(micro) * scale
+            (sums if sums.ndim == 0 else sums[0]).backward()
+            total += sums.detach()
+        return total
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Returns the summed loss, alone or followed by the objective's other sums."""
+        first, others = self._inputs.of(batch.fields)
+        return checked_sums(self.parts[0](first, **others), self.num_sums, self._inputs.model)
+
+    def forward_only(self, batch: Batch) -> None:
+        """Runs forward passes without gradients, for an objective that records results."""
+        for micro in batch.split(self.rows_per_pass):
+            self.loss(micro)
+
+    def counted_once(self, parameter: nn.Parameter) -> bool:
+        return True
 
 
 class Replayed(Whole):
@@ -112,3 +152,33 @@ def record(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = work()
     return graph.replay, result
+
+
+def checked_sums(returned: object, num_sums: int, model: str) -> Tensor:
+    """Returns what a model returned, or raises if that is not the sums of a pass."""
+    shapes = [(num_sums,)] if num_sums > 1 else [(), (1,)]
+    if isinstance(returned, Tensor) and tuple(returned.shape) in shapes:
+        return returned
+    what = f"a {type(returned).__name__}"
+    if isinstance(returned, Tensor):
+        what = f"a tensor of shape {tuple(returned.shape)}"
+    expected = "the sum of its loss, a single number"
+    if num_sums > 1:
+        expected = f"the sums of its loss and metrics, a tensor of shape ({num_sums},)"
+    raise ModelError(
+        f"forward() of {model.removeprefix('FSDP')} returned {what}, expected {expected} "
+        "(docs/extending.md)"
+    )
+
+
+def can_replay(model: nn.Module, mesh: Mesh, config: JobConfig) -> bool:
+    """Whether steps can be replayed: on one NVIDIA GPU, with a model that never waits for it. Flex
+    attention builds its masks in every pass and has not been tested; without compilation, blocks
+    are meant to be debugged."""
+    if not (config.compile.enable and config.compile.cuda_graphs):
+        return False
+    if mesh.device_type != "cuda" or torch.version.hip or not is_single(mesh, config):
+        return False
+    structure = structure_of(model)
+    recordable = structure is not None and structure.recordable
+    return recordable and config.model.attention != "flex"
