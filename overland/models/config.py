@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     from overland.models.structure import Structure
 
 
+OPTIONS: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "norm_type": RMSNORM}
+"""What the config.json of some families may choose, with the usual value."""
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """A dense causal decoder. `head_dim` and `num_key_value_heads` of 0 mean "derive them"."""
@@ -203,12 +207,9 @@ def _check_switches(config: DecoderConfig) -> None:
         raise ModelError(
             f"norm_type '{config.norm_type}' is not supported; known: {RMSNORM}, {LAYERNORM}"
         )
-    if config.norm_type != RMSNORM and not family.chooses_norm:
-        raise ModelError(f"model_type '{kind}' has no norm_type option; only llama has")
-    if config.attention_bias and not family.chooses_attention_bias:
-        raise ModelError(f"model_type '{kind}' has no attention_bias option")
-    if config.mlp_bias and not family.chooses_mlp_bias:
-        raise ModelError(f"model_type '{kind}' has no mlp_bias option")
+    for name, usual in OPTIONS.items():
+        if getattr(config, name) != usual and name not in family.options:
+            raise ModelError(f"model_type '{kind}' has no {name} option")
     if config.sliding_window is not None:
         if family.window == "none":
             raise ModelError(f"model_type '{kind}' has no sliding_window")
@@ -256,15 +257,15 @@ def _described(hf: dict[str, Any], where: str) -> DecoderConfig:
         if hf[name] > MOST.get(name, 2**31):
             raise ModelError(f"{where}: {name} = {hf[name]} is unreasonably large")
 
-    family, defaults = FAMILIES[model_type], _DEFAULTS[model_type]
+    family = FAMILIES[model_type]
     values: dict[str, Any] = {"model_type": model_type}
-    for name in (*SIZES, *PLAIN, "attention_bias", "mlp_bias", "head_dim", "norm_type"):
-        value = hf.get(name, defaults.get(name))
+    for name in (*SIZES, *PLAIN, *OPTIONS, "head_dim"):
+        value = hf.get(name, family.defaults.get(name))
         if value is not None:
             values[name] = tuple(value) if isinstance(value, list) else value
             check_type(DecoderConfig, name, values[name], where)
     if family.window == "all":
-        values["sliding_window"] = hf.get("sliding_window", defaults.get("sliding_window"))
+        values["sliding_window"] = hf.get("sliding_window", family.defaults.get("sliding_window"))
         check_type(DecoderConfig, "sliding_window", values["sliding_window"], where)
     if family.window == "layers":
         values |= _window_from_hf(hf)
@@ -300,7 +301,7 @@ def _config_as_hf(config: DecoderConfig) -> dict[str, Any]:
     only `rope_theta` and `rope_scaling`, and newer tools may read only `rope_parameters`."""
     family = config.family
     hf: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[config.model_type]],
+        "architectures": [family.architecture],
         "model_type": config.model_type,
     }
     for name in (*SIZES, *PLAIN):
@@ -311,12 +312,9 @@ def _config_as_hf(config: DecoderConfig) -> dict[str, Any]:
         config.hidden_size
     ):
         hf["head_dim"] = config.head_dim
-    if family.chooses_attention_bias:
-        hf["attention_bias"] = config.attention_bias
-    if family.chooses_mlp_bias:
-        hf["mlp_bias"] = config.mlp_bias
-    if config.norm_type != RMSNORM:  # only in Overland, so it is never exported
-        hf["norm_type"] = config.norm_type
+    for name in family.options:
+        if name != "norm_type" or config.norm_type != RMSNORM:  # which is only in Overland
+            hf[name] = getattr(config, name)
     if family.window == "all":
         hf["sliding_window"] = config.window_of(0)
     if family.window == "layers":
@@ -374,25 +372,3 @@ def _override_config(config: DecoderConfig, overrides: Mapping[str, Any]) -> Dec
         return changed
     # A user's subclass keeps its type and its own fields.
     return replace(config, **{f.name: getattr(changed, f.name) for f in fields(DecoderConfig)})
-
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
-# The defaults of transformers' config classes for absent keys.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
-    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
-}

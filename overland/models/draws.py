@@ -1,4 +1,5 @@
-"""Random numbers for dropout and noise that depend only on their position.
+"""Random numbers that depend only on their position: for initial weights (init.py), and for dropout
+and noise.
 
 Every token of a batch has its own number, a hash of the seed, the sample, the epoch and the token's
 position in its row. Each module derives its own random numbers from it and from its name. So they
@@ -11,8 +12,6 @@ import hashlib
 
 import torch
 from torch import Tensor
-
-from overland.models.init import hash_bits, signed
 
 Keys = tuple[int, int] | Tensor
 
@@ -29,10 +28,34 @@ def uniform(draws: Tensor, keys: Keys, width: int, first: int = 0) -> Tensor:
     """Returns numbers from [0, 1) for each token, […, width], with 24 bits each, which float32
     holds exactly. They start at number `first` of the stream with these keys."""
     places = torch.arange(first, first + width, device=draws.device)
-    bits = hash_bits(draws[..., None] + places, keys)
+    return unit(hash_bits(draws[..., None] + places, keys))
+
+
+def unit(bits: Tensor) -> Tensor:
+    """Returns a number from [0, 1) for each hash."""
     return ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
 def keys_of(name: str) -> tuple[int, int]:
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
     return signed(int.from_bytes(digest[:8])), signed(int.from_bytes(digest[8:]))
+
+
+def hash_bits(index: Tensor, key: tuple[int, int] | Tensor) -> Tensor:
+    """Returns splitmix64 in wrapping int64, with a second key in the middle.
+
+    With the first key alone, all parameters would be pieces of one stream, which may overlap.
+    """
+    bits = index * signed(0x9E3779B97F4A7C15) + key[0]
+    bits = (bits ^ _shift(bits, 30) ^ key[1]) * signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift(bits, 27)) * signed(0x94D049BB133111EB)
+    return bits ^ _shift(bits, 31)
+
+
+def _shift(bits: Tensor, places: int) -> Tensor:
+    """Shifts right logically, which torch cannot do for int64."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)
+
+
+def signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -49,19 +49,46 @@ MOST = {"num_hidden_layers": 100_000}
 class Family:
     """What a model_type determines, and what its config.json may choose."""
 
+    architecture: str
+    defaults: Mapping[str, Any]
+    """Values of absent keys, as in transformers' config class."""
+    options: tuple[str, ...] = ()
+    """Those of attention_bias, mlp_bias and norm_type that it may choose."""
     qk_norm: bool = False
     qkv_bias: bool = False  # always on, whatever config.json says
-    chooses_attention_bias: bool = False
-    chooses_mlp_bias: bool = False
-    chooses_norm: bool = False
     window: str = "none"  # "none" | "all" (every layer or no layer) | "layers" (any subset)
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(chooses_attention_bias=True, chooses_mlp_bias=True, chooses_norm=True),
-    "mistral": Family(window="all"),
-    "qwen2": Family(qkv_bias=True, window="layers"),
-    "qwen3": Family(qk_norm=True, chooses_attention_bias=True, window="layers"),
+    "llama": Family(
+        "LlamaForCausalLM",
+        {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+        options=("attention_bias", "mlp_bias", "norm_type"),
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        window="all",
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+        qkv_bias=True,
+        window="layers",
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+        options=("attention_bias",),
+        qk_norm=True,
+        window="layers",
+    ),
 }
 
 
@@ -86,18 +113,8 @@ def contents_of(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any],
 def keys_of(model_type: str) -> set[str]:
     """Returns the keys of a family's config.json that describe the model."""
     family = FAMILIES[model_type]
-    keys = {"model_type", "head_dim", *SIZES, *PLAIN, *_ROPE_KEYS}
-    if family.chooses_attention_bias:
-        keys.add("attention_bias")
-    if family.chooses_mlp_bias:
-        keys.add("mlp_bias")
-    if family.chooses_norm:
-        keys.add("norm_type")
-    if family.window == "all":
-        keys.add("sliding_window")
-    if family.window == "layers":
-        keys |= _LAYER_WINDOW_KEYS
-    return keys
+    window = _WINDOW_KEYS[family.window]
+    return {"model_type", "head_dim", *SIZES, *PLAIN, *_ROPE_KEYS, *family.options, *window}
 
 
 def refuse_unknown(hf: dict[str, Any], model_type: str, where: str) -> None:
@@ -240,9 +257,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "None": (type(None),),
 }
 _ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
-_LAYER_WINDOW_KEYS = frozenset(
-    {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
-)
+_WINDOW_KEYS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "all": ("sliding_window",),
+    "layers": ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+}
 
 _MOE = "mixtures of experts are not implemented yet"
 _REASONS = {

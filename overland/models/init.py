@@ -15,7 +15,6 @@ filled by `init_buffers()` of the module that registered it, or of any enclosing
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -25,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from overland.errors import ModelError
 from overland.models.config import DecoderConfig
-from overland.models.init_rules import Constant, Normal, Rule, Uniform
-from overland.models.structure import ties_of
+from overland.models.draws import hash_bits, keys_of
+from overland.models.structure import Constant, Normal, Rule, Uniform, ties_of
 from overland.models.transform import added_rule
 
 # The local part of a parameter: the tensor to fill, where it starts in each dim of the full
@@ -106,8 +105,7 @@ def fill_random(
     """Fills a rectangle of a parameter of this full shape with the numbers of (seed, name)."""
     if tensor.numel() == 0:
         return
-    digest = hashlib.blake2b(f"{seed}/{rule.name}".encode(), digest_size=16).digest()
-    key = (signed(int.from_bytes(digest[:8])), signed(int.from_bytes(digest[8:])))
+    key = keys_of(f"{seed}/{rule.name}")
     # MPS has no float64; computing on the CPU gives the same bits.
     device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
     row_numel = tensor[0].numel() if tensor.dim() else 1
@@ -162,26 +160,6 @@ def _uniform(index: Tensor, key: tuple[int, int]) -> Tensor:
     """Returns a number between -1 and 1 from one hash per element."""
     bits = (hash_bits(index, key) >> 11) & ((1 << 53) - 1)
     return bits.to(torch.float64).mul_(2.0**-52).sub_(1.0)
-
-
-def hash_bits(index: Tensor, key: tuple[int, int] | Tensor) -> Tensor:
-    """Returns splitmix64 in wrapping int64, with a second key in the middle.
-
-    With the first key alone, all parameters would be pieces of one stream, which may overlap.
-    """
-    bits = index * signed(0x9E3779B97F4A7C15) + key[0]
-    bits = (bits ^ _shift(bits, 30) ^ key[1]) * signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift(bits, 27)) * signed(0x94D049BB133111EB)
-    return bits ^ _shift(bits, 31)
-
-
-def _shift(bits: Tensor, places: int) -> Tensor:
-    """Shifts right logically, which torch cannot do for int64."""
-    return (bits >> places) & ((1 << (64 - places)) - 1)
-
-
-def signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def cast_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:

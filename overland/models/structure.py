@@ -23,6 +23,29 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+@dataclass(frozen=True)
+class Normal:
+    std: float
+    name: str  # of the random stream
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform from -bound to bound; None means 1 / √n, for a matrix with n inputs."""
+
+    bound: float | None
+    name: str  # of the random stream
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+
+
+Rule = Normal | Uniform | Constant
+"""How a parameter starts, which the model's method `init_rule(name)` says (see init.py)."""
+
+
 class Role(StrEnum):
     """What a matrix does, which decides how tensor parallelism may split it."""
 

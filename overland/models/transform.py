@@ -17,13 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from overland.errors import ModelError
-from overland.models.structure import blocks_of
+from overland.models.structure import Rule, blocks_of
 from overland.words import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from overland.models.init_rules import Rule
 
 
 class Transform(ABC):

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overland.models.init import Constant, Normal, Rule, hash_bits, signed
-from overland.models.structure import Structure
+from overland.models.draws import hash_bits, signed, unit
+from overland.models.structure import Constant, Normal, Rule, Structure
 from overland.models.vit_mae_config import NEW_NAMES, OLD_NAMES, ViTMAEConfig
 
 
@@ -279,5 +279,4 @@ def uniform(seed: str, sample_B: Tensor, epoch_B: Tensor, count: int) -> Tensor:
     keys = [signed(int.from_bytes(digest[i : i + 8])) for i in range(0, 32, 8)]
     row_B = hash_bits(hash_bits(sample_B, (keys[0], keys[1])) + epoch_B, (keys[2], keys[3]))
     places_N = torch.arange(count, device=sample_B.device)
-    bits_BN = hash_bits(row_B[:, None] + places_N, (keys[1], keys[2]))
-    return ((bits_BN >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    return unit(hash_bits(row_B[:, None] + places_N, (keys[1], keys[2])))

@@ -50,9 +50,9 @@ from overland.data.tokenizer_choice import OF_TRAINING, asked_policy, one_tokeni
 from overland.errors import CheckpointError, DataError, MismatchError, ModelError
 from overland.models.build import freeze, transforms_for
 from overland.models.flops import casts_samples, sample_fields
-from overland.models.hf import load_hf
 from overland.models.registry import build_model, model_config
 from overland.models.transform import apply_transforms
+from overland.models.weights import load_hf
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import rules_of, state_bytes, state_kinds
 from overland.optimizers.rule import Scalar

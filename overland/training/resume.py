@@ -20,10 +20,16 @@ from overland.data.holdout import kept_share
 from overland.data.tokenizer import UNKNOWN
 from overland.data.tokenizer_choice import kept_policy
 from overland.errors import CheckpointError, MismatchError, ModelError
-from overland.models.hf import INDEX, SINGLE, load_hf, weight_files
-from overland.models.new_rows import NewRows, vocabulary_matrices
 from overland.models.nf4 import narrow_matrices
 from overland.models.transform import added_rule, transforms_of
+from overland.models.weights import (
+    INDEX,
+    SINGLE,
+    NewRows,
+    load_hf,
+    vocabulary_matrices,
+    weight_files,
+)
 from overland.parallel.comm import all_of, first_problem, from_first_rank
 from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
 from overland.plugins import plugin

@@ -44,9 +44,9 @@ from overland.config.changes import (
 from overland.config.schema import Debug, JobConfig, Optimizer
 from overland.data.plan import ChangedSource, Plan, differences, former_names
 from overland.errors import CheckpointError, DataError, MismatchError
-from overland.models.hf import load_hf
 from overland.models.registry import lacks_hf_form, own_model_name
 from overland.models.sparse import is_mask, renew_masks
+from overland.models.weights import load_hf
 from overland.objectives.registry import AUTO, objective_name
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import same_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from overland.config.schema import JobConfig
 from overland.data.sft import tokenizer_for_chats
-from overland.models.new_rows import NewRows
+from overland.models.weights import NewRows
 
 
 def new_rows_of(config: JobConfig) -> NewRows | None:

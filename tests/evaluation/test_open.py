@@ -17,8 +17,8 @@ from overland.apps.evaluation.answers import generate
 from overland.apps.evaluation.model import open_model
 from overland.config.schema import Model
 from overland.errors import CheckpointError, DataError, ModelError
-from overland.models.hf import load_hf
 from overland.models.registry import build_model, model_config, read_hf_config
+from overland.models.weights import load_hf
 from tests.checkpoint.convert.samples import fixture, saved
 
 from .texts import write_text_model

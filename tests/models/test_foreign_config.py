@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from overland.models import DecoderConfig, ModelError, build_model
-from overland.models.hf import INDEX, load_hf
+from overland.models.weights import INDEX, load_hf
 from tests.limited import limited
 
 GOOD: dict[str, Any] = {

@@ -23,8 +23,8 @@ from overland.models.flops import (
     flops_per_token,
     trained_parameters,
 )
-from overland.models.hf import load_hf
 from overland.models.transform import register_transform
+from overland.models.weights import load_hf
 from overland.objectives import register_objective
 from overland.objectives import registry as objectives
 from overland.training.memory import can_estimate, step_memory

@@ -19,10 +19,10 @@ from transformers import ViTMAEForPreTraining
 from overland.apps.convert import convert
 from overland.errors import ModelError
 from overland.models import build_model, resolve_config
-from overland.models.hf import load_hf
 from overland.models.init import init_buffers, init_weights
 from overland.models.vit_mae import patches, places, uniform
 from overland.models.vit_mae_config import ViTMAEConfig
+from overland.models.weights import load_hf
 from tests.cli.processes import ROOT
 
 CPU = torch.device("cpu")

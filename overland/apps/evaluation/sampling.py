@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from overland.errors import ModelError
-from overland.models.init import hash_bits, signed
+from overland.models.draws import hash_bits, signed
 
 # Below this, temperature counts as 0: float32 logits are not that precise, and dividing by less may
 # overflow float32.

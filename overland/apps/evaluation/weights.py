@@ -16,9 +16,9 @@ from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import fill, open_checkpoint
 from overland.errors import CheckpointError
 from overland.files import Moved, ignore
-from overland.models.hf import load_hf
 from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
 from overland.models.structure import ties_of
+from overland.models.weights import load_hf
 
 
 class Weights(Protocol):

@@ -26,7 +26,7 @@ from overland.apps.convert.formats.torch_save import read_torch_file
 from overland.apps.convert.verify import verify_hashes
 from overland.errors import CheckpointError
 from overland.models import DecoderConfig, ModelError, build_model
-from overland.models.hf import load_hf
+from overland.models.weights import load_hf
 
 from .samples import fixture, saved, tiny_config, tiny_source
 

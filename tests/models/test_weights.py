@@ -13,8 +13,8 @@ from overland.apps.convert.formats import LazyCheckpoint, Options
 from overland.apps.convert.formats.hf import write_hf
 from overland.apps.convert.formats.lazy import cast_lazily, held
 from overland.models import DecoderConfig, ModelError, build_model
-from overland.models.hf import load_hf
 from overland.models.init import Part, init_weights
+from overland.models.weights import load_hf
 
 from .tiny import CASES, hf
 
@@ -143,7 +143,7 @@ def test_a_stage_reads_only_its_slices(tmp_path: Path) -> None:
 def test_bytes_are_counted_as_they_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("overland.models.hf.READ_BYTES", 1024)
+    monkeypatch.setattr("overland.models.weights.READ_BYTES", 1024)
     model = tiny()
     save(model, tmp_path / "out")
     other, counts = tiny(seed=1), list[int]()

@@ -3,6 +3,10 @@ several.
 
 Only the slice that this rank needs is read, one tensor at a time. Conversions read the same folders
 with `overland.apps.convert.formats.hf`, which also writes them.
+
+Rows for new tokens in the embedding and the output matrix start as the mean of the trained rows, so
+that a new token is initially as likely as the average one. (With random values it could be more
+likely than all others.)
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +27,15 @@ from overland.files import CHECKSUMS, checksums_of, read_json, what_is_wrong
 from overland.kernels.nf4 import pack
 from overland.models.flops import Shapes, describes_itself, outline_of
 from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
-from overland.models.new_rows import NewRows, vocabulary_matrices
 from overland.models.nf4 import narrow_matrices
 from overland.models.registry import build_model, has_builder
-from overland.models.structure import ties_of
+from overland.models.structure import Role, ties_of, walk_roles
 from overland.models.transform import added_rule
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 READ_BYTES = 1 << 24  # at a time, but at least a row
+ROWS_AT_ONCE = 4096  # in any layout, so that the mean has the same bits everywhere
 
 
 def load_hf(
@@ -226,3 +231,36 @@ def _open(path: Path) -> Iterator[Any]:
 def _list(names: list[str]) -> str:
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """The ids of new tokens. Rows before them were trained; rows that are only padding stay
+    unchanged."""
+
+    start: int
+    stop: int
+
+    def fits(self, stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+        """Whether a stored matrix is the wanted one without its last rows."""
+        return stored[1:] == wanted[1:] and stored[0] <= wanted[0]
+
+    def fill(
+        self, shard: Tensor, first: int, num_stored: int, read: Callable[[int, int], Tensor]
+    ) -> None:
+        """Fills the new rows of a shard that begins at row `first`. `read` returns a range of the
+        `num_stored` stored rows."""
+        rows = torch.arange(first, first + len(shard), device=shard.device)
+        is_new = ((rows >= self.start) & (rows < self.stop)) | (rows >= num_stored)
+        if not is_new.any():
+            return
+        trained = min(self.start, num_stored)
+        total = torch.zeros(shard.shape[1:], dtype=torch.float64)
+        for begin in range(0, trained, ROWS_AT_ONCE):
+            total += read(begin, min(begin + ROWS_AT_ONCE, trained)).double().sum(dim=0)
+        shard[is_new] = (total / max(trained, 1)).to(shard)
+
+
+def vocabulary_matrices(model: nn.Module) -> set[str]:
+    """Returns the names of the parameters that have a row for each token."""
+    return {f"{path}.weight" for path, role in walk_roles(model) if role is Role.VOCABULARY}
