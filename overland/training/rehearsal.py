@@ -27,7 +27,7 @@ from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, in_order
 from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
-from overland.data.arrays import require_fields
+from overland.data.arrays import Arrays, require_fields
 from overland.data.corpora import AnyCorpus, Preparer, check_same_tokenizer, trained_size
 from overland.data.corpus import Corpus
 from overland.data.holdout import check_fewer, require_both_sides
@@ -37,6 +37,7 @@ from overland.data.plan import Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of
 from overland.data.registry import (
     VALIDATION,
+    held_by_wanted,
     held_out_sources,
     is_made,
     sources_of,
@@ -196,12 +197,17 @@ class Rehearsal:
             return None
         if not self.is_there(name, wanted):
             return None
+        model = None if self.lacks_model else model_config(config.model)
+        if model is not None and sample_fields(model) is not None:  # before any is read
+            self.require_fields(name, held_by_wanted(config, table, name, wanted), model)
         found = look_at(table, name, wanted, config, self.tokenizer, self.vocab_size, self.preparer)
-        if not self.lacks_model:
-            model = model_config(config.model)
-            arrays, casts = getattr(found, "arrays", None), casts_samples(model)
-            require_fields(name, arrays, sample_fields(model), model_name(config), casts)
+        if model is not None:
+            self.require_fields(name, getattr(found, "arrays", None), model)
         return found
+
+    def require_fields(self, name: str, arrays: Arrays | None, model: Any) -> None:
+        of_model, casts = model_name(self.config), casts_samples(model)
+        require_fields(name, arrays, sample_fields(model), of_model, casts)
 
     def both_sides(self, documents: Mapping[str, int | None]) -> None:
         """Checks that data.holdout leaves documents on both sides, if all sources were counted.
