@@ -28,10 +28,10 @@ def job(folder: Path, layout: str | None, steps: int, tied: bool) -> JobConfig:
     [
         ("shard2", "tp2", False),
         ("tp2xshard2", "pp2:1F1B", True),
-        ("pp2xtp2", "cp2", True),
         ("pp2:ZBVZeroBubble", "rep2", False),
-        ("shard2", "pp2:ZBVZeroBubble", True),
-        ("pp2xcp2", "pp2:Interleaved1F1B", True),
+        ("cp2", "pp2:ZBVZeroBubble", True),
+        pytest.param("pp2xtp2", "cp2", True, marks=pytest.mark.long),
+        pytest.param("pp2xcp2", "pp2:Interleaved1F1B", True, marks=pytest.mark.long),
     ],
 )
 def test_a_run_goes_on_in_another_layout(

@@ -30,6 +30,7 @@ from tests.cli.processes import (
     start_overland,
     wait_for_step,
 )
+from tests.cli.warm import Command
 
 STOPPED = 75
 RUN = Path("runs/quickstart")
@@ -70,6 +71,10 @@ late = Late()
 """
 
 
+MANY = 300  # no test stops a run so late
+LONG = pytest.mark.long
+
+
 def steps(count: int) -> list[str]:
     return [f"training.steps={count}", "lr_scheduler.total_steps=2000"]
 
@@ -78,7 +83,7 @@ def steps(count: int) -> list[str]:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of a run that never stopped."""
     folder = tmp_path_factory.mktemp("unbroken")
-    overland(*WORDS, *steps(600), "checkpoint.enable=false", cwd=folder, NGPU="1")
+    overland(*WORDS, *steps(MANY), "checkpoint.enable=false", cwd=folder, NGPU="1")
     return losses(folder / RUN / "metrics.jsonl")
 
 
@@ -97,11 +102,18 @@ def newest(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGUSR1,
+        pytest.param(signal.SIGUSR2, marks=LONG),
+        pytest.param(signal.SIGTERM, marks=LONG),
+    ],
+)
 def test_a_signal_saves_and_stops(
     tmp_path: Path, unbroken: dict[int, float], number: signal.Signals
 ) -> None:
-    process = start_overland(*WORDS, *steps(600), cwd=tmp_path, NGPU="1")
+    process = start_overland(*WORDS, *steps(MANY), cwd=tmp_path, NGPU="1")
     wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)
     code, output = interrupt(process, number)
     assert code == STOPPED, output
@@ -124,7 +136,7 @@ def test_a_terminal_that_is_closed_saves_and_stops(tmp_path: Path) -> None:
                 pass
 
     process = subprocess.Popen(
-        [sys.executable, "-m", "overland", *WORDS, *steps(600)],
+        [sys.executable, "-m", "overland", *WORDS, *steps(MANY)],
         cwd=tmp_path,
         env=environment(NGPU="2"),
         stdin=theirs,
@@ -143,27 +155,21 @@ def test_a_terminal_that_is_closed_saves_and_stops(tmp_path: Path) -> None:
     assert newest(tmp_path).name == f"step_{stopped}.preempt"
 
 
-@pytest.mark.parametrize("num_ranks", ["1", "2"])
+@pytest.mark.parametrize("num_ranks", [pytest.param("1", marks=LONG), "2"])
 def test_a_reader_that_goes_away_first_keeps_no_run_from_saving(
     tmp_path: Path, num_ranks: str
 ) -> None:
     """As `tee` does in `overland train … | tee log`, when Ctrl-C reaches both."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "overland", *WORDS, *steps(600), "metrics.log_freq=1"],
-        cwd=tmp_path,
-        env=environment(NGPU=num_ranks),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    reads, writes = os.pipe()
+    process = Command([*WORDS, *steps(MANY)], tmp_path, environment(NGPU=num_ranks), into=writes)
+    os.close(writes)
     wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)
-    assert process.stdout is not None
-    process.stdout.close()
+    os.close(reads)
     wait_for_step(
         tmp_path / RUN / "metrics.jsonl", 1 + max(losses(tmp_path / RUN / "metrics.jsonl"))
     )
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(LIMIT_SECONDS) == STOPPED
+    assert process.wait() == STOPPED
     stopped = max(losses(tmp_path / RUN / "metrics.jsonl"))
     assert newest(tmp_path).name == f"step_{stopped}.preempt"
 
@@ -183,7 +189,7 @@ def test_nohup_keeps_a_run_from_stopping_when_the_terminal_is_closed() -> None:
 
 
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
-    process = start_overland(*WORDS, *steps(600), cwd=tmp_path, NGPU="2")
+    process = start_overland(*WORDS, *steps(MANY), cwd=tmp_path, NGPU="2")
     wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)
     children = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
@@ -195,14 +201,13 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 def test_a_signal_during_the_start_is_a_stop(tmp_path: Path) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        for seconds in (0.0, 1.5):
-            process = start_overland(*WORDS, *steps(100_000), cwd=tmp_path, NGPU="1")
-            while not catches(process.pid, signal.SIGTERM):
-                time.sleep(0.01)
-            time.sleep(seconds)
-            code, output = interrupt(process, number)
-            assert code == STOPPED, output
+    for number, seconds in (signal.SIGTERM, 0.0), (signal.SIGINT, 0.5):
+        process = start_overland(*WORDS, *steps(100_000), cwd=tmp_path, NGPU="1")
+        while not catches(process.pid, signal.SIGTERM):
+            time.sleep(0.01)
+        time.sleep(seconds)
+        code, output = interrupt(process, number)
+        assert code == STOPPED, output
 
 
 def test_a_warning_after_the_last_step_neither_ends_the_export_nor_kills(tmp_path: Path) -> None:
@@ -233,7 +238,7 @@ def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(tmp_path: Path) ->
     assert newest(tmp_path).name.endswith(".preempt")
 
 
-@pytest.mark.parametrize("num_ranks", ["1", "2"])
+@pytest.mark.parametrize("num_ranks", [pytest.param("1", marks=LONG), "2"])
 def test_a_second_ctrl_c_ends_at_once_with_one_sentence(tmp_path: Path, num_ranks: str) -> None:
     """The first one asks for a stop after the step, which here is not over for long."""
     (tmp_path / "endless.py").write_text(ENDLESS)
@@ -250,16 +255,15 @@ def test_a_second_ctrl_c_ends_at_once_with_one_sentence(tmp_path: Path, num_rank
     assert "ended at once; the last checkpoint is kept" in output
 
 
-def test_a_stop_file_saves_stops_and_is_gone(tmp_path: Path, unbroken: dict[int, float]) -> None:
-    process = start_overland(*WORDS, *steps(600), cwd=tmp_path, NGPU="1")
+def test_a_stop_file_saves_stops_and_is_gone(tmp_path: Path) -> None:
+    process = start_overland(*WORDS, *steps(MANY), cwd=tmp_path, NGPU="1")
     wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)
     (tmp_path / RUN / "STOP").touch()
     output, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == STOPPED, output
     assert "found a file STOP in the run folder" in output
     assert not (tmp_path / RUN / "STOP").exists()
-    stopped = int(newest(tmp_path).name.removeprefix("step_").removesuffix(".preempt"))
-    goes_on(tmp_path, unbroken, stopped)
+    assert newest(tmp_path).name.endswith(".preempt")
 
 
 def test_a_stop_file_from_before_does_not_stop_a_new_session(tmp_path: Path) -> None:
@@ -286,11 +290,11 @@ def test_a_slurm_job_saves_before_its_end(tmp_path: Path) -> None:
 
 
 def test_saves_by_the_clock(tmp_path: Path) -> None:
-    words = [*WORDS, *steps(400), "checkpoint.interval_minutes=0.005", "checkpoint.interval=100000"]
+    words = [*WORDS, *steps(100), "checkpoint.interval_minutes=0.001", "checkpoint.interval=100000"]
     overland(*words, "checkpoint.keep_latest_k=0", cwd=tmp_path, NGPU="1")
     found = [one.step for one in list_checkpoints(tmp_path / RUN / "checkpoint")]
     assert len(found) > 2
-    assert found[-1] == 400
+    assert found[-1] == 100
 
 
 @pytest.mark.parametrize("attempt", [0, *(pytest.param(i, marks=pytest.mark.long) for i in (1, 2))])
@@ -316,7 +320,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_right_bits(
 
 def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path) -> None:
     """The folder of checkpoints cannot be written to for a while."""
-    words = [*WORDS, *steps(600), "checkpoint.interval=10"]
+    words = [*WORDS, *steps(MANY), "checkpoint.interval=10"]
     process = start_overland(*words, cwd=tmp_path, NGPU="1")
     folder = tmp_path / RUN / "checkpoint"
     wait_for_step(tmp_path / RUN / "metrics.jsonl", 15)
@@ -329,7 +333,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 0, output
     assert "was not saved" in output
-    assert newest(tmp_path).name == "step_600"
+    assert newest(tmp_path).name == f"step_{MANY}"
 
 
 def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:

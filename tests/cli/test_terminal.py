@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from tests.cli.processes import TINY, environment
-from tests.cli.warm import LIMIT_SECONDS, Command, server
+from tests.cli.warm import LIMIT_SECONDS, Command
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 BAR = "━"
@@ -27,14 +27,12 @@ class InTerminal(Command):
     """A command whose output goes to a pseudo-terminal."""
 
     def __init__(self, *words: str, cwd: Path, width: int, **env: str) -> None:
-        self.returncode = None
         self.terminal, theirs = pty.openpty()
         self.said = ""
         self.resize(width)
         wanted = {"TERM": "xterm-256color", "NGPU": "1", **env}
         everything = {k: v for k, v in environment(**wanted).items() if k not in ("CI", "COLUMNS")}
-        request = {"words": list(words), "cwd": str(cwd), "env": everything}
-        self.pid = server().start(request, [theirs, theirs])
+        super().__init__(words, cwd, everything, into=theirs)
         os.close(theirs)
 
     def resize(self, width: int) -> None:

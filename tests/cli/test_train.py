@@ -190,12 +190,12 @@ def test_resume_none_takes_a_folder_of_its_own(quickstart: tuple[Path, str]) -> 
     assert set(losses(quickstart[0] / "runs/quickstart-2/metrics.jsonl")) == {1}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ctrl_c_saves_and_the_resumed_run_has_the_bits_of_an_unbroken_one(
     tmp_path: Path, num_ranks: int
 ) -> None:
     words = ["train", "quickstart", *TINY, "debug.deterministic=true", "validation.enable=false",
-             "training.steps=400", "lr_scheduler.total_steps=400"]  # fmt: skip
+             "training.steps=300", "lr_scheduler.total_steps=300"]  # fmt: skip
     run, ranks = tmp_path / "runs" / "quickstart", str(num_ranks)
     process = start_overland(*words, cwd=tmp_path, NGPU=ranks)
     wait_for_step(run / "metrics.jsonl", 5)
@@ -203,9 +203,9 @@ def test_ctrl_c_saves_and_the_resumed_run_has_the_bits_of_an_unbroken_one(
     stopped = max(losses(run / "metrics.jsonl"))
     assert code == 75, output
     assert (run / "checkpoint" / f"step_{stopped}.preempt" / "COMMITTED").is_file()
-    assert f"Stopped after step {stopped} of 400; saved step {stopped}. To resume:" in output
+    assert f"Stopped after step {stopped} of 300; saved step {stopped}. To resume:" in output
     assert "overland train runs/quickstart/config.toml" in output
-    assert stopped < 390
+    assert stopped < 290
 
     steps = f"training.steps={stopped + 4}"
     overland("train", "runs/quickstart/config.toml", steps, cwd=tmp_path, NGPU=ranks)
@@ -271,7 +271,12 @@ def last_validation(folder: Path, num_ranks: str, *settings: str) -> tuple[float
 
 
 @pytest.mark.parametrize(
-    ("axis", "samples"), [("tensor", True), ("context", False), ("pipeline", False)]
+    ("axis", "samples"),
+    [
+        ("tensor", True),
+        ("pipeline", False),
+        pytest.param("context", False, marks=pytest.mark.long),
+    ],
 )
 def test_every_axis_trains_validates_and_ends_well(
     tmp_path: Path, held_out_loss: float, axis: str, samples: bool
@@ -344,11 +349,10 @@ def test_run_train_sh_in_a_fresh_clone_says_how_to_install(tmp_path: Path) -> No
     assert "install it, or activate its environment" in done.stderr
 
 
-@pytest.mark.parametrize("backend", ["mpi", "nvshmem"])
-def test_run_train_sh_names_a_backend_that_is_not_there(tmp_path: Path, backend: str) -> None:
-    done = run_train_sh(tmp_path, CONFIG_FILE="quickstart", COMM_BACKEND=backend)
+def test_run_train_sh_names_a_backend_that_is_not_there(tmp_path: Path) -> None:
+    done = run_train_sh(tmp_path, CONFIG_FILE="quickstart", COMM_BACKEND="nvshmem")
     assert done.returncode == 2
-    assert f'environment COMM_BACKEND: comm.backend = "{backend}"' in done.stderr
+    assert 'environment COMM_BACKEND: comm.backend = "nvshmem"' in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -47,14 +47,20 @@ class Command:
     interface, what tests need."""
 
     def __init__(
-        self, words: Sequence[str], cwd: Path, env: Mapping[str, str], merged: bool = False
+        self,
+        words: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str],
+        merged: bool = False,
+        into: int | None = None,
     ) -> None:
-        """`merged`: errors go where the output goes."""
+        """`merged`: errors go where the output goes; `into`: both go to this descriptor."""
         self.returncode: int | None = None
         self._out = tempfile.TemporaryFile()
         self._err = self._out if merged else tempfile.TemporaryFile()
         request = {"words": list(words), "cwd": str(cwd), "env": dict(env)}
-        self.pid = server().start(request, [self._out.fileno(), self._err.fileno()])
+        outputs = [self._out.fileno(), self._err.fileno()] if into is None else [into, into]
+        self.pid = server().start(request, outputs)
 
     def poll(self) -> int | None:
         if self.returncode is None:

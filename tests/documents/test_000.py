@@ -96,6 +96,7 @@ def test_one_note_at_the_start_stands_for_all_about_keys(place: Path) -> None:
     assert len(loaded.notes) > 20
 
 
+@pytest.mark.long
 def test_cpu_only_keeps_ranks_off_gpus(place: Path) -> None:
     """On a machine that says it has GPUs; a rank that used one would fail here."""
     (place / CONFIG).write_text(TEXT.replace("cpu_only: False", "cpu_only: True"))
@@ -209,7 +210,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("only_files", [False, True], ids=["checkpoint", "four-files"])
+@pytest.mark.parametrize(
+    "only_files",
+    [pytest.param(False, marks=pytest.mark.long, id="checkpoint"), pytest.param(True, id="files")],
+)
 def test_path_chkpt_prev_resumes_on_another_number_of_ranks(
     whole: Path, place: Path, only_files: bool
 ) -> None:
@@ -302,6 +306,7 @@ def test_half_of_the_four_files_is_refused_and_leaves_nothing_behind(
     assert not list((place / RUN).glob("checkpoint/step_*"))
 
 
+@pytest.mark.long
 def test_a_signal_saves_preemptively_and_the_same_line_goes_on(place: Path) -> None:
     long_run = [*WORDS, "training.epochs=100000"]
     command = start_overland("train", CONFIG, *long_run, cwd=place, NGPU="2")
@@ -349,7 +354,8 @@ def test_drop_last_leaves_out_what_does_not_fill_a_batch(
     assert known_steps(config, global_batch_size=4) == steps
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_trains_and_float16_has_a_scaler(place: Path, dtype: str) -> None:
     (place / CONFIG).write_text(TEXT.replace("dtype: bfloat16", f"dtype: {dtype}"))
     words = [word for word in WORDS if "mixed_precision" not in word]

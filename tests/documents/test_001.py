@@ -64,6 +64,7 @@ def test_the_output_folders_are_those_of_the_document(trained: str, folder: Path
     assert (run / "checkpoint/step_6").is_dir()
 
 
+@pytest.mark.long
 def test_torchrun_trains_the_same_and_hides_no_torchtitan(trained: str, folder: Path) -> None:
     """The losses are run_train.sh's, bit for bit, and whoever imports torchtitan in there, as a
     module of the user's may, gets the installed one."""
@@ -96,6 +97,7 @@ def test_a_dry_run_checks_and_writes_nothing(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.long
 def test_the_requirements_can_be_installed_and_are_overlands(folder: Path) -> None:
     """From no index: they are here already."""
     said = typed("pip install -r requirements.txt", folder, PIP_NO_INDEX="1")
@@ -191,6 +193,7 @@ def test_tensorboard_shows_the_losses(trained: str, folder: Path) -> None:
     assert {"loss", "tokens_per_second"} <= tags
 
 
+@pytest.mark.long
 def test_its_configs_are_checked_trained_and_converted(folder: Path, tmp_path: Path) -> None:
     shutil.copy(HERE / "llama3_8b.toml", tmp_path / "your_run.toml")
     shutil.copytree(folder / "assets", tmp_path / "assets")

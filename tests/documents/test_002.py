@@ -143,6 +143,7 @@ def fill(hub: Hub) -> None:
     hub.add("bigcode/the-stack-v2-train-smol-ids", stack, kind="dataset", private=True)
 
 
+@pytest.mark.long
 def test_every_source_has_a_line_that_fetches_it_and_all_six_are_trained_on(
     hub: Hub, tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def test_every_source_has_a_line_that_fetches_it_and_all_six_are_trained_on(
     assert max(losses(run / "metrics.jsonl")) == 2
 
 
+@pytest.mark.long
 def test_the_download_scripts_bring_what_the_recipe_reads(hub: Hub, tmp_path: Path) -> None:
     fill(hub)
     copied("frontier", tmp_path)
@@ -422,6 +424,7 @@ def test_a_terminal_is_asked_for_the_repository(tmp_path: Path) -> None:
     assert "OWNER/NAME" in done.stdout
 
 
+@pytest.mark.long
 def test_a_dcp_folder_that_does_not_say_its_model_needs_a_config(tmp_path: Path) -> None:
     """As torchtitan writes them."""
     copied("frontier", tmp_path)

@@ -118,6 +118,7 @@ def test_a_run_goes_on_from_a_step_with_another_optimizer_or_its_own(folder: Pat
     assert other[6] != whole[6]
 
 
+@pytest.mark.long
 def test_a_loader_of_ones_own_and_the_slt_package(folder: Path) -> None:
     (folder / "datas/arxiv_papers.py").write_text(LOADER)
     (folder / "elsewhere/slt").mkdir(parents=True)

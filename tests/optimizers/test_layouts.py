@@ -52,8 +52,9 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Curves:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *[("Lion", layout) for layout in ("shard2", "shard4", "tp2", "pp2")],
-        *[("Muon", layout) for layout in ("shard2", "shard4", "tp2", "pp2")],
+        ("Lion", "tp2"),
+        ("Lion", "shard2"),
+        ("Muon", "shard4"),
         ("Muon", "tp2xshard2"),
         ("Muon", "rep2xshard2"),
         ("Muon", "pp2:ZBVZeroBubble+tied"),
@@ -70,7 +71,7 @@ def test_a_layout_equals_one_process(
 
 @pytest.mark.parametrize(
     ("name", "before", "after"),
-    [("Lion", "shard4", "tp2"), ("Muon", "shard4", "tp2xshard2"), ("Muon", "pp2", "shard1")],
+    [("Muon", "shard4", "tp2xshard2"), ("Lion", "pp2", "tp2")],
 )
 def test_a_checkpoint_resumes_in_another_layout(
     ranks: RankPool,

@@ -22,9 +22,8 @@ from overland.apps.proofs.layouts import LAYOUTS, SHORT, ProofLayout, parse
 from overland.apps.proofs.pool import RankPool
 from overland.apps.proofs.resume import prove_resumes
 
-# Past the warm-up and two new masks of sparse weights, and validated once; a mistake shows after
-# two steps (test_mistakes.py).
-STEPS = 6
+# A mistake shows after two steps (test_mistakes.py); the third has new masks of sparse weights.
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +38,16 @@ def test_layout_equals_one_process(ranks: RankPool, alone: References, layout: P
     assert verdict.is_equal, verdict
 
 
-@pytest.mark.parametrize("name", ["tp2xshard2", "pp2xcp2"])
-def test_float32_stays_within_its_tolerance(ranks: RankPool, name: str) -> None:
+def test_float32_stays_within_its_tolerance(ranks: RankPool) -> None:
     """`make prove-all` does the same for all of the list, and in bfloat16, which takes a processor
     without instructions for it minutes."""
-    (verdict,) = prove_layouts([parse(name)], ranks, "float32", STEPS)
+    (verdict,) = prove_layouts([parse("tp2")], ranks, "float32", STEPS)
     assert verdict.is_equal, verdict
 
 
 def test_the_same_layout_run_twice_gives_the_same_bits(ranks: RankPool, tmp_path) -> None:
-    job = proof_job(parse("pp2xtp2"), (), "float32", 5, tmp_path)
-    assert ranks.run(4, curve, job) == ranks.run(4, curve, job)
+    job = proof_job(parse("tp2"), (), "float32", STEPS, tmp_path)
+    assert ranks.run(2, curve, job) == ranks.run(2, curve, job)
 
 
 def test_the_table_states_the_bounds_of_losses_and_of_the_norm() -> None:

@@ -86,12 +86,24 @@ def job(folder: Path, layout: str = "shard1", **sections: Any) -> JobConfig:
     return tiny_job(folder / layout.replace(":", "_"), **changes)
 
 
-def test_every_layout_equals_one_process(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("shard2:full", "shard2:accumulate", "tp2:compile"),
+        pytest.param(
+            ("shard2", "shard4", "rep2xshard2", "shard1:compile", "tp2", "shard2xtp2", "tp2:full"),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["some", "others"],
+)
+def test_every_layout_equals_one_process(
+    ranks: RankPool, tmp_path: Path, names: tuple[str, ...]
+) -> None:
     """Four steps of eight, of 24 images: the second epoch has other masks."""
     (alone,) = ranks.run(1, on_rank, losses_and_norms, job(tmp_path))
     assert len(alone) == 4
-    for name in ("shard2", "shard4", "rep2xshard2", "shard2:full", "shard1:compile",
-                 "shard2:accumulate", "tp2", "shard2xtp2", "tp2:full", "tp2:compile"):  # fmt: skip
+    for name in names:
         config, count = job(tmp_path, name), parse(name).num_ranks
         for found in ranks.run(count, on_rank, losses_and_norms, config):
             assert len(found) == 4

@@ -25,9 +25,7 @@ def documents(data_folder: Path) -> dict[str, dict[str, object]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "local_batch_size"), [(1, 2), (1, 1), (2, 4), (2, 1), (4, 2)]
-)
+@pytest.mark.parametrize(("num_ranks", "local_batch_size"), [(1, 2), (2, 1), (4, 2)])
 def test_accumulation_and_split_do_not_change_losses_or_gradients(
     ranks: RankPool, tmp_path: Path, data_folder: Path, num_ranks: int, local_batch_size: int
 ) -> None:
@@ -41,7 +39,7 @@ def test_accumulation_and_split_do_not_change_losses_or_gradients(
         assert got == [pytest.approx(pair, rel=TOLERANCE) for pair in expected]
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["zero0", "zero3"])
 def test_sharding_stage_does_not_change_losses(ranks: RankPool, tmp_path: Path, stage: str) -> None:
     whole = tiny_job(tmp_path / "whole")
     split = tiny_job(

@@ -100,16 +100,25 @@ def test_every_loss_is_learned(ranks: RankPool, files: Path, tmp_path: Path, los
     assert 0 <= found[-1]["rewards_accuracies"] <= 1
 
 
+SPLIT: dict[str, dict[str, int]] = {
+    "tp": {"tensor_parallel_degree": 2},
+    "cp": {"context_parallel_degree": 2},
+    "pp": {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2},
+    "shard": {"data_parallel_shard_degree": 2},
+}
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("reference", "layout"),
     [
-        {"tensor_parallel_degree": 2},
-        {"context_parallel_degree": 2},
-        {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2},
-        {"data_parallel_shard_degree": 2},
+        ("adapter_off", SPLIT["tp"]),
+        ("adapter_off", SPLIT["pp"]),
+        ("copy", SPLIT["pp"]),
+        ("copy", SPLIT["shard"]),
+        ("precomputed", SPLIT["cp"]),
+        ("precomputed", SPLIT["shard"]),
     ],
 )
-@pytest.mark.parametrize("reference", ["adapter_off", "copy", "precomputed"])
 def test_layouts_do_not_change_the_loss(
     ranks: RankPool, files: Path, tmp_path: Path, layout: dict[str, int], reference: str
 ) -> None:

@@ -82,9 +82,9 @@ def measured(source: Path, target: Path, to: str, config: Path) -> int:
 ALL = ("torch", "dcp", "overland", "meta", "safetensors", "hf")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("targets", [("dcp", "hf"), pytest.param(ALL, marks=pytest.mark.long)])
-def test_every_target_streams(tmp_path: Path, targets: tuple[str, ...]) -> None:
+def test_every_target_streams(tmp_path: Path) -> None:
     """A chain through formats, each the source of the next. 16 MB is the largest tensor."""
     config = hf(
         "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=7,
@@ -99,7 +99,7 @@ def test_every_target_streams(tmp_path: Path, targets: tuple[str, ...]) -> None:
     path = tmp_path / "start"
     path.mkdir()
     FORMATS["hf"].write(source, path, Options())
-    for to in targets:
+    for to in ALL:
         target = tmp_path / (f"{to}.safetensors" if to == "safetensors" else to)
         growth = measured(path, target, to, tmp_path / "config.json")
         assert growth <= allowed, f"{to} needed {growth / 2**20:.0f} MiB"
@@ -107,6 +107,7 @@ def test_every_target_streams(tmp_path: Path, targets: tuple[str, ...]) -> None:
         path = target
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_deepspeed_streams(tmp_path: Path) -> None:
     """There all parameters are one vector, larger than the allowance by itself."""

@@ -81,6 +81,7 @@ def test_devices_must_be_right_and_fast_and_interfaces_there(slurm: Slurm, folde
     assert "has no interface ib7 with an address" in report.bad["n4"]
 
 
+@pytest.mark.long
 def test_who_never_starts_or_hangs_holds_up_nobody(
     slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +95,7 @@ def test_who_never_starts_or_hangs_holds_up_nobody(
     assert "n1" in report.measured
 
 
+@pytest.mark.long
 def test_a_node_that_stops_in_a_round_is_named_and_its_partner_is_not(
     slurm: Slurm, folder: Path
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_node_that_stops_in_a_round_is_named_and_its_partner_is_not(
     assert ("n2", "n4") in [match.nodes for match in report.matches]
 
 
+@pytest.mark.long
 def test_a_slow_link_is_the_fault_of_the_node_that_is_slow_with_all(
     slurm: Slurm, folder: Path
 ) -> None:
@@ -138,6 +141,7 @@ def test_in_the_shell_of_an_allocation_it_tests_all_its_nodes_as_training_will(
     assert [match["nodes"] for match in report["matches"]] == [["n1", "n2"], ["n1", "n3"]]
 
 
+@pytest.mark.long
 def test_some_nodes_of_an_allocation_can_be_chosen(slurm: Slurm, folder: Path) -> None:
     overland = f"{' '.join(OVERLAND)} preflight --quick"
     script = f"{overland} --json --nodes n2; {overland} --nodes n[2-4] || echo code $?"

@@ -55,6 +55,7 @@ def nodes() -> Iterator[Slurm]:
     slurm.stop()
 
 
+@pytest.mark.long
 def test_what_a_rank_said_is_believed_before_the_hang_of_the_others(
     nodes: Slurm, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def mistaken_and_killed(
     )
 
 
+@pytest.mark.long
 def test_a_mistake_in_the_code_is_tried_once_more_and_then_ends_the_chain(
     slurm: Slurm, mistaken_and_killed: tuple[SubmittedRun, SubmittedRun]
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_mistake_in_the_code_is_tried_once_more_and_then_ends_the_chain(
     assert (run.root / "stopped").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.long
 def test_a_job_that_gets_to_no_new_step_leaves_the_rest_to_the_next(
     slurm: Slurm, mistaken_and_killed: tuple[SubmittedRun, SubmittedRun]
 ) -> None:
