@@ -142,8 +142,8 @@ def parse_all(text: str) -> list[ProofLayout]:
 ROW_BY_ROW = parse("shard1:accumulate")
 
 # Every axis, stage and schedule, every kind of training, and pairs of those whose code interacts,
-# in minutes on two cores: what `make test` runs. Frozen parameters in a pipeline are proven together
-# with their checkpoints.
+# in minutes on two cores: what `make test` runs. Frozen parameters in a pipeline are proven
+# together with their checkpoints.
 SHORT = parse_all("""
     shard2:zero3  shard2:zero2  shard2:zero0+frozen  shard4:zero3_hybrid  rep2xshard2
     shard4:accumulate+documents  shard2:zero3+documents  shard2:full+dora
