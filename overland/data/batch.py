@@ -1,148 +1,39 @@
 """A batch, the input of a training step: rows with named fields, such as tokens and labels.
 
-`Rows` and `Samples` are the rows as they are read; `make_batch` turns them into tensors.
+`make_batch` makes one of rows as they are read (rows.py).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from overland.config.schema import Images
 from overland.data.order import mix64
-from overland.data.shard import ANSWERS, CHOSEN, REJECTED, WEIGHTS
+from overland.data.rows import (
+    IGNORED,
+    Rows,
+    Samples,
+    answers_apart,
+    tokens_and_labels,
+    with_borders,
+)
+from overland.data.shard import ANSWERS
+from overland.data.sources.array_files import WANTED
 
 Array = npt.NDArray[np.int64]
-IGNORED = -100  # label without a loss
+EPSILON = 1e-6  # added to the variance, so that a constant image becomes zeros
 ABOUT_ROWS = ("sample_B", "epoch_B", "weight_B")
 """Not part of the digest of token rows: tokens and labels suffice, and earlier ledgers have only
 those."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Blocks as rows of `seq_len + 1` tokens."""
-
-    tokens: Array
-    num_tokens: Array
-    """The number of real tokens in each row; the rest is padding."""
-    piece_row: Array
-    piece_begin: Array
-    """Where each piece of a document begins: the row, and the place in it."""
-    sample: Array
-    """The document that each row begins with: source × 2⁵⁶ + its number there."""
-    epoch: Array
-    """How many times that document was read before."""
-    channels: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Channels with an element per token, by name; 0 for padding."""
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Arrays by name, with a row for each sample; see `Rows` for the numbers."""
-
-    arrays: Mapping[str, npt.NDArray[Any]]
-    sample: Array
-    epoch: Array
-
-
-class RowFields(NamedTuple):
-    tokens: Array
-    labels: Array
-    positions: Array
-    documents: Array
-    """The number of the document in its row, from 0."""
-
-
-def tokens_and_labels(rows: Rows) -> tuple[Array, Array]:
-    """Returns the rows without their last token, and without their first; padding has no loss.
-    Both are views of the same memory if possible, since pinning copies it anyway."""
-    labels = rows.tokens[:, 1:]
-    padded = _padded(rows).tolist()
-    if padded:
-        labels = labels.copy()
-    for row in padded:
-        labels[row, max(rows.num_tokens[row] - 1, 0) :] = IGNORED
-    return rows.tokens[:, :-1], labels
-
-
-def with_borders(rows: Rows) -> RowFields:
-    """Adds document boundaries: no loss across them, and positions that start at 0 in each
-    document. Padding is a document of its own."""
-    tokens, labels = tokens_and_labels(rows)
-    labels = labels if labels.base is None else labels.copy()
-    width = rows.tokens.shape[1]
-    padded = _padded(rows)
-    begins = np.append(rows.piece_begin, rows.num_tokens[padded])
-    begins = np.sort(begins + width * np.append(rows.piece_row, padded))
-    row, begin = np.divmod(begins, width)
-    labels[row[begin > 0], begin[begin > 0] - 1] = IGNORED
-    row, begin = row[begin < width - 1], begin[begin < width - 1]
-    begins = row * (width - 1) + begin
-    sizes = np.diff(begins, append=tokens.size)
-    number = np.arange(len(row)) - np.searchsorted(row, row)
-    return RowFields(
-        tokens,
-        labels,
-        (np.arange(tokens.size) - np.repeat(begins, sizes)).reshape(tokens.shape),
-        np.repeat(number, sizes).reshape(tokens.shape),
-    )
-
-
-def answers_apart(rows: Rows) -> Rows:
-    """Returns rows of pairs in which the second answer begins a document of its own."""
-    answers = rows.channels[ANSWERS]
-    row, place = np.nonzero((answers[:, :-1] == CHOSEN) & (answers[:, 1:] == REJECTED))
-    return replace(
-        rows,
-        piece_row=np.append(rows.piece_row, row),
-        piece_begin=np.append(rows.piece_begin, place + 1),
-    )
-
-
-@dataclass(frozen=True)
-class Room:
-    """Buffers for rows of tokens, which several streams fill; see `Rows`."""
-
-    tokens: Array
-    num_tokens: Array
-    sample: Array
-    epoch: Array
-    channels: Mapping[str, npt.NDArray[Any]]
-
-    @classmethod
-    def of(cls, rows: int, width: int, channels: Mapping[str, str]) -> Room:
-        """Allocates this many rows. A document without weights has weight 1; other channels are 0
-        for sources that lack them."""
-        shape = (rows, width)
-        num_tokens, sample, epoch = np.empty((3, rows), np.int64)
-        filled = {name: np.full(shape, name == WEIGHTS, dtype) for name, dtype in channels.items()}
-        return cls(np.empty(shape, np.int64), num_tokens, sample, epoch, filled)
-
-
-@dataclass(frozen=True)
-class Origins:
-    """The origins of rows, piece by piece. Each token counts where the model reads it, so the last
-    token of a row, which is only predicted, counts there only if no other row repeats it."""
-
-    row: Array
-    source: Array
-    number: Array
-    """The number of the document in its source."""
-    start: Array
-    """Where in its document a piece begins."""
-    length: Array
-
-
-def _padded(rows: Rows) -> Array:
-    return np.flatnonzero(rows.num_tokens < rows.tokens.shape[1])
 
 
 @dataclass(frozen=True)
@@ -270,3 +161,18 @@ def _multipliers(name: str, count: int, device: torch.device) -> Tensor:
     first = np.uint64(zlib.crc32(name.encode())) << np.uint64(32)
     numbers = mix64(first + np.arange(count, dtype=np.uint64)) | np.uint64(1)
     return torch.from_numpy(numbers.view(np.int64)).to(device)
+
+
+def with_pixels(batch: Batch, settings: Images) -> Batch:
+    """Returns the batch with its images preprocessed as `[images]` says. The ledger digests images
+    as they are read, because devices differ in the last bit of a mean."""
+    if not settings.instance_norm or WANTED not in batch:
+        return batch
+    return batch.replace(**{WANTED: instance_norm(batch[WANTED])})
+
+
+def instance_norm(pixels_BCHW: Tensor) -> Tensor:
+    """Normalizes each channel of each image to mean 0 and variance 1, in float32."""
+    wide = pixels_BCHW if pixels_BCHW.dtype == torch.float64 else pixels_BCHW.to(torch.float32)
+    var, mean = torch.var_mean(wide, dim=(-2, -1), correction=0, keepdim=True)
+    return (wide - mean) * (var + EPSILON).rsqrt()

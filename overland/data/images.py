@@ -18,13 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from overland.config.schema import Images
 from overland.data.arrays import Arrays
-from overland.data.batch import Batch, Origins
 from overland.data.order import permute
+from overland.data.rows import Origins
 from overland.data.sources.array_files import WANTED
 from overland.data.sources.array_list import ArrayList
 from overland.data.sources.marks import digest_of
@@ -195,21 +192,3 @@ class ShapeImages:
             inside = np.abs(across) < size / 4
         found: npt.NDArray[np.bool_] = inside
         return found
-
-
-EPSILON = 1e-6  # added to the variance, so that a constant image becomes zeros
-
-
-def with_pixels(batch: Batch, settings: Images) -> Batch:
-    """Returns the batch with its images preprocessed as `[images]` says. The ledger digests images
-    as they are read, because devices differ in the last bit of a mean."""
-    if not settings.instance_norm or WANTED not in batch:
-        return batch
-    return batch.replace(**{WANTED: instance_norm(batch[WANTED])})
-
-
-def instance_norm(pixels_BCHW: Tensor) -> Tensor:
-    """Normalizes each channel of each image to mean 0 and variance 1, in float32."""
-    wide = pixels_BCHW if pixels_BCHW.dtype == torch.float64 else pixels_BCHW.to(torch.float32)
-    var, mean = torch.var_mean(wide, dim=(-2, -1), correction=0, keepdim=True)
-    return (wide - mean) * (var + EPSILON).rsqrt()

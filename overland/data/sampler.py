@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.arrays import Arrays
-from overland.data.batch import Origins, Room, Rows, Samples
 from overland.data.blocks import BlockStream, Rest, Shape
 from overland.data.corpus import Corpus
 from overland.data.images import ImageSet, ImageStream, ListedImages, RandomImages, ShapeImages
 from overland.data.mixture import MixedWindows, Mixture
 from overland.data.order import groups
 from overland.data.plan import LENGTH_STEP, Plan, Segment
+from overland.data.rows import Origins, Room, Rows, Samples
 from overland.data.windows import Reading, SourceWindows
 from overland.errors import DataError
 

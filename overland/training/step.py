@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from overland.data.batch import Batch
-from overland.data.images import with_pixels
+from overland.data.batch import Batch, with_pixels
 from overland.kernels.gradients import sum_of_squares
 from overland.models.draws import draws_of
 from overland.objectives.objective import count_of

@@ -24,9 +24,8 @@ from overland.config.schema import (
     Validation,
 )
 from overland.data.arrays import empty_array
-from overland.data.batch import digests
+from overland.data.batch import digests, instance_norm
 from overland.data.corpora import Preparer
-from overland.data.images import instance_norm
 from overland.data.leakage import check_held_out
 from overland.data.loader import load_batch
 from overland.data.prepare import Dataset, training_data

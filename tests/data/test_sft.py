@@ -17,7 +17,6 @@ from overland.apps.data.build import build
 from overland.checks.hyperparameters import check_objective, check_sft
 from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
-from overland.data.batch import IGNORED
 from overland.data.chat import CHATML
 from overland.data.corpora import Preparer
 from overland.data.corpus import lay_out
@@ -25,6 +24,7 @@ from overland.data.loader import load_batch
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.registry import open_wanted, sources_of
+from overland.data.rows import IGNORED
 from overland.data.sft import ConversationSource
 from overland.data.sources import StandardLibrary
 from overland.data.tokenizer import Tokenizer

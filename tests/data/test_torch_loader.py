@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from overland.data import build_train_loader
-from overland.data.batch import IGNORED
+from overland.data.rows import IGNORED
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.errors import DataError
 from tests.data.sources.samples import copied

@@ -28,12 +28,12 @@ import numpy as np
 
 from overland.apps.data.build import build
 from overland.config.schema import JobConfig
-from overland.data.batch import with_borders
 from overland.data.blocks import BlockStream
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
 from overland.data.mixture import Mixture
 from overland.data.prepare import Dataset, training_data
+from overland.data.rows import with_borders
 from overland.data.sampler import Sampler
 from overland.processes import PYTHON
 
