@@ -7,10 +7,16 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 from overland.errors import ClusterError
 
+ENDED_BY = {  # Slurm's states of a job
+    "CANCELLED": "the job was cancelled (scancel, or preemption)",
+    "TIMEOUT": "the job has reached its time limit",
+    "PREEMPTED": "the job was preempted",
+}
 MOST_RESTARTS = 10  # preemptions count too
 
 
@@ -80,6 +86,22 @@ def job_state(env: Mapping[str, str]) -> str:
     shown = ask("scontrol", "show", "job", env.get("SLURM_JOB_ID", ""), "--oneliner")
     state = re.search(r" JobState=(\w+)", shown)
     return state[1] if state else ""
+
+
+def job_end(env: Mapping[str, str]) -> int | None:
+    """Returns when this job reaches its time limit, if Slurm says so."""
+    end = env.get("SLURM_JOB_END_TIME", "")
+    return int(end) if end.isdecimal() else None
+
+
+def why_asked_to_end(env: Mapping[str, str], name: str) -> str:
+    """Returns why this job must end, once a process of it has received the signal of this name."""
+    state = job_state(env)
+    if state == "COMPLETING":  # this state hides the reason
+        end = job_end(env)
+        state = "TIMEOUT" if end is not None and time.time() >= end - 1 else "CANCELLED"
+    otherwise = f" while Slurm reports the job as {state}" if state else ""
+    return ENDED_BY.get(state, f"received {name}{otherwise}")
 
 
 def was_requeued(env: Mapping[str, str]) -> bool:

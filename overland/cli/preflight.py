@@ -61,7 +61,7 @@ def run(
     job: PreflightSettings, only: str | None, env: Mapping[str, str] = os.environ
 ) -> Report | None:
     """Starts the tasks, or joins those that a launcher has already started."""
-    from overland.cluster.preflight.conduct import preflight_here, preflight_with
+    from overland.cluster.preflight.conduct import preflight, preflight_here
     from overland.cluster.preflight.start import nodes_of, srun_words, tasks_per_node
     from overland.config.arguments import ngpu
     from overland.errors import ClusterError
@@ -80,5 +80,5 @@ def run(
     nodes = nodes_of(env, only)
     if nodes:
         tasks = tasks_per_node(env)
-        return preflight_with(srun_words(nodes, tasks, env), nodes, tasks, job, env)
+        return preflight(srun_words(nodes, tasks, env), nodes, tasks, job, env)
     return preflight_here(ngpu(env) or num_local_ranks(job.ranks_per_device), job, env)

@@ -68,31 +68,12 @@ def preflight(
     launch: Sequence[str],
     nodes: Sequence[str],
     tasks_per_node: int,
-    config: Path | None = None,
-    env: Mapping[str, str] = os.environ,
-) -> Report:
-    """Tests the nodes with tasks that `launch` starts, as it would start training.
-
-    Args:
-        launch: The command of the ranks, up to and including `… -m overland`.
-        nodes: Slurm's names of the nodes.
-        tasks_per_node: One per device.
-        config: The run's config, if there is one yet.
-        env: The environment of the ranks.
-
-    Raises:
-        ClusterError: No task started at all.
-    """
-    return preflight_with(launch, nodes, tasks_per_node, PreflightSettings.of(config, env), env)
-
-
-def preflight_with(
-    launch: Sequence[str],
-    nodes: Sequence[str],
-    tasks_per_node: int,
     job: PreflightSettings,
     env: Mapping[str, str] = os.environ,
 ) -> Report:
+    """Tests the nodes with tasks that `launch` starts, as it would start training; raises a
+    ClusterError if none started at all. `launch`: the command of the ranks, up to and including
+    `… -m overland`."""
     here = (env.get("SLURMD_NODENAME"), socket.gethostname())
     others = [node for node in nodes if node not in here]
     board = Switchboard(others if others else nodes, env)

@@ -103,6 +103,14 @@ def read_streak(events: Iterable[dict[str, Any]]) -> tuple[list[Failure], int]:
     return streak, sessions
 
 
+def suspects(streak: Sequence[Failure]) -> list[str]:
+    """Returns nodes to blame for attempts of this session that made no new step."""
+    ours = [past for past in streak if past.session == streak[-1].session]
+    return list(
+        dict.fromkeys(node for past in ours if past.made_no_progress for node in past.nodes)
+    )
+
+
 def _is_same(past: Failure, last: Failure) -> bool:
     return bool(last.place) and (past.kind, past.place) == (last.kind, last.place)
 

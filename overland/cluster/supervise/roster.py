@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from overland.cluster.supervise.events import Event, bad_nodes, read_events
 from overland.cluster.supervise.faults import HARDWARE, Fault
+from overland.cluster.supervise.logbook import tell
 from overland.errors import Kind
+from overland.slurm import shun
 
+BAD_SECONDS = 24 * 3600.0  # by then someone has fixed a bad node, or it was fine after all
 STRIKES = 2  # a node where ranks hung or were killed this often is excluded, if there is a spare
 
 
@@ -68,11 +74,23 @@ class Roster:
             return True
         return False
 
-    def avoid(self, node: str) -> None:
-        """Uses a recently bad node only if there are not enough others."""
-        self._strikes[node] += node in self.nodes
+    def avoid_bad_nodes(self, events: list[Event]) -> None:
+        """Uses recently bad nodes last. A job that Slurm itself requeued, or that was queued before
+        they went bad, may have received them again."""
+        bad = bad_nodes(events, time.time() - BAD_SECONDS)
+        for node in self.nodes:
+            if node in bad:
+                tell(f"{node} was bad recently and is used last: {bad[node]}")
+                self._strikes[node] += 1
 
     def suspect_all(self) -> None:
         """Suspects all chosen nodes, because it is unknown which is at fault: the next attempt
         replaces as many of them with spares as it can."""
         self._suspicions.update(self._chosen)
+
+
+def shun_bad_nodes(run: Path, env: Mapping[str, str]) -> None:
+    """Keeps the queued jobs of this chain away from recently bad nodes."""
+    events = read_events(run)
+    if ever := bad_nodes(events, since=0):
+        shun(list(bad_nodes(events, time.time() - BAD_SECONDS)), ever, env)

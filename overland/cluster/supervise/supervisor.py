@@ -35,7 +35,6 @@ from overland.cluster.supervise.attempt import (
     srun_on,
 )
 from overland.cluster.supervise.events import (
-    bad_nodes,
     furthest_step,
     of_submission,
     read_events,
@@ -47,9 +46,10 @@ from overland.cluster.supervise.policy import (
     Failure,
     decide,
     read_streak,
+    suspects,
     with_failure,
 )
-from overland.cluster.supervise.roster import Roster
+from overland.cluster.supervise.roster import Roster, shun_bad_nodes
 from overland.cluster.supervise.supervised import Supervised, room_needed
 from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
 from overland.cluster.wire import Switchboard
@@ -58,12 +58,12 @@ from overland.processes import allow_open_files
 from overland.run_folder import FAULTS, PREFLIGHT
 from overland.slurm import (
     allocated_nodes,
-    job_state,
+    job_end,
     may_requeue,
     requeue,
-    shun,
     waiting_jobs,
     was_requeued,
+    why_asked_to_end,
 )
 from overland.world.flight_recorder import NAME, find_wait, read_records
 from overland.world.heartbeat import node_name
@@ -73,13 +73,10 @@ AWAY_SECONDS = 5.0
 ROLL_CALL_SECONDS = SILENT_SECONDS + HANG_UP_SECONDS
 LOOK_SECONDS = 0.2
 STACKS_SECONDS = 20.0
-BAD_SECONDS = 24 * 3600.0  # by then someone has fixed a bad node, or it was fine after all
-ENDED_BY = {  # Slurm's states of a job
-    "CANCELLED": "the job was cancelled (scancel, or preemption)",
-    "TIMEOUT": "the job has reached its time limit",
-    "PREEMPTED": "the job was preempted",
-}
 ROOM_SECONDS = 5.0  # between checks of a full disk
+
+
+Ending = Literal["finished", "stopped", "failed"]
 
 
 @dataclass
@@ -133,7 +130,7 @@ class Supervisor:
             if answer.action == "requeue":
                 return self.not_enough_nodes()
             if answer.action == "give back":
-                self.end("stopped", answer.reason, suspects=self.suspects())
+                self.end("stopped", answer.reason, blamed=suspects(self.streak))
                 return 1  # this job made no progress, whatever the next one will do
             if answer.action == "next session":
                 return self.stop(answer.reason)
@@ -143,13 +140,14 @@ class Supervisor:
             untested = self.job.preflight and not how.nodes  # tests may find the culprit
 
     def test_nodes(self) -> None:
-        from overland.cluster.preflight.conduct import preflight
+        from overland.cluster.preflight.conduct import PreflightSettings, preflight
 
         self.logbook.live(state="preflight", attempt=self.number, step=self.furthest)
         nodes = self.roster.good
         launch = srun_on(self.job.launch, nodes, self.job.tasks_per_node)
         try:
-            report = preflight(launch, nodes, self.job.tasks_per_node, self.job.config, self.env)
+            settings = PreflightSettings.of(self.job.config, self.env)
+            report = preflight(launch, nodes, self.job.tasks_per_node, settings, self.env)
         except ClusterError as error:
             tell(f"preflight: {error}")
             self.logbook.write("preflight", seconds=0.0, bad={}, error=str(error))
@@ -165,9 +163,8 @@ class Supervisor:
             tell(f"preflight: {node} is excluded: {reason}")
             self.roster.exclude(node, reason)
         self.logbook.write("preflight", seconds=report.seconds, bad=report.bad)
-        for words in [report.failure, *report.notes]:
-            if words:
-                tell(f"preflight: {words}")
+        for words in filter(None, [report.failure, *report.notes]):
+            tell(f"preflight: {words}")
         tell(f"preflight: {len(self.roster.good)} good nodes, in {report.seconds:.0f} s")
         with contextlib.suppress(OSError):
             report.save(self.job.run / PREFLIGHT)
@@ -326,25 +323,9 @@ class Supervisor:
         """Records at once why the job must end: Slurm may give this process only seconds."""
         if not self.why_asked:
             name = signal.Signals(self.asked_to_end).name
-            self.why_asked = f"received {name}"
-            state = job_state(self.env)
-            if state == "COMPLETING":  # this state hides the reason
-                end = self.env.get("SLURM_JOB_END_TIME", "")
-                is_time = end.isdecimal() and time.time() >= int(end) - 1
-                state = "TIMEOUT" if is_time else "CANCELLED"
-            if state:
-                self.why_asked = ENDED_BY.get(
-                    state, f"received {name} while Slurm reports the job as {state}"
-                )
+            self.why_asked = why_asked_to_end(self.env, name)
             tell(f"asked to end: {self.why_asked}")
             self.logbook.write("signal", signal=name, step=self.furthest, what=self.why_asked)
-
-    def suspects(self) -> list[str]:
-        """Returns nodes to blame for attempts of this job that made no new step."""
-        failures = [
-            past for past in self.streak if past.made_no_progress and past.session == self.session
-        ]
-        return list(dict.fromkeys(node for past in failures for node in past.nodes))
 
     def stop(self, what: str) -> int:
         """Ends this job before the last step, and says in its log how the run is resumed."""
@@ -357,13 +338,8 @@ class Supervisor:
             tell(f"no job of the chain is left; to resume: sbatch {shlex.quote(str(script))}")
         return code
 
-    def end(
-        self,
-        how: Literal["finished", "stopped", "failed"],
-        what: str,
-        suspects: Sequence[str] = (),
-    ) -> int:
-        self.logbook.write("end", how=how, step=self.furthest, what=what, suspects=list(suspects))
+    def end(self, how: Ending, what: str, blamed: Sequence[str] = ()) -> int:
+        self.logbook.write("end", how=how, step=self.furthest, what=what, suspects=list(blamed))
         self.logbook.live(state="ended", attempt=self.number, step=self.furthest)
         tell(f"{how}: {what}")
         if how == "failed":
@@ -372,7 +348,7 @@ class Supervisor:
                 f"{what}. Once that is fixed, submit the run again to resume from step {step}"
             )
         if how == "stopped":
-            self.shun_bad_nodes()
+            shun_bad_nodes(self.job.run, self.env)
         return 1 if how == "failed" else 0
 
     def not_enough_nodes(self) -> int:
@@ -382,55 +358,31 @@ class Supervisor:
         self.end("stopped", f"{what}; the next job continues")
         if self.requeues():
             requeue(self.env)
-            self.shun_bad_nodes()  # now that this job waits too
+            shun_bad_nodes(self.job.run, self.env)  # now that this job waits too
         return 1
 
     def requeues(self) -> bool:
         return self.job.requeue and may_requeue(self.env)
-
-    def shun_bad_nodes(self) -> None:
-        """Keeps the queued jobs of this chain away from recently bad nodes."""
-        events = read_events(self.job.run)
-        if ever := bad_nodes(events, since=0):
-            shun(list(bad_nodes(events, time.time() - BAD_SECONDS)), ever, self.env)
-
-    def avoid_bad_nodes(self) -> None:
-        """Uses recently bad nodes last. A job that Slurm itself requeued, or that was queued before
-        they went bad, may have received them again."""
-        bad = bad_nodes(read_events(self.job.run), time.time() - BAD_SECONDS)
-        for node in self.roster.nodes:
-            if node in bad:
-                tell(f"{node} was bad recently and is used last: {bad[node]}")
-                self.roster.avoid(node)
 
     # Messages from ranks and nodes
 
     def hear_all(self, watched: Watched) -> None:
         watched.hear()
         step = max(watched.dog.step, watched.attempt.findings.step)
-        if step > self.furthest:
-            self.note_new_step(step, time.monotonic())
+        self.note_new_step(step, time.monotonic())
 
     def note_saved_step(self) -> None:
         """Learns from the run folder of steps that ended between two heartbeats."""
         step = max(self.job.steps_done(), self.job.newest_checkpoint())
-        if step > self.furthest:
-            self.note_new_step(step, time.monotonic())
+        self.note_new_step(step, time.monotonic())
 
     def note_new_step(self, step: int, now: float) -> None:
         """Records a step that no attempt has reached before: earlier faults are recovered from."""
+        if step <= self.furthest:
+            return
         if self.faults:
-            lost, kind = now - self.furthest_at, self.faults[-1].kind
-            more = f", the last of {len(self.faults)} faults," if self.faults[1:] else ""
-            tell(f"recovered from {kind}{more} at step {step}: {lost:.0f} s lost")
-            self.logbook.write(
-                "recovered",
-                attempt=self.number,
-                kind=kind,
-                faults=len(self.faults),
-                lost_seconds=round(lost, 1),
-                step=step,
-            )
+            kind, count = self.faults[-1].kind, len(self.faults)
+            self.logbook.note_recovery(self.number, kind, count, now - self.furthest_at, step)
         if self.furthest and not self.faults:
             self._step_times.append((now - self.furthest_at) / (step - self.furthest))
         self.faults.clear()
@@ -438,9 +390,8 @@ class Supervisor:
 
     def is_late(self) -> bool:
         """Whether new ranks would have to stop before training starts."""
-        end = self.env.get("SLURM_JOB_END_TIME", "")
-        left = float(end) - time.time() if end.isdecimal() else float("inf")
-        return left < self.job.margin_seconds + 30
+        end = job_end(self.env)
+        return end is not None and end - time.time() < self.job.margin_seconds + 30
 
     def pause(self, seconds: float) -> None:
         """Waits for a fault that may be temporary."""
@@ -472,22 +423,22 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
             f"--nodes {job.num_nodes}: the job has only {len(allocation)} nodes; request more"
         )
     logbook = Logbook(job.run, env.get("SLURM_JOB_ID", ""))
-    events = of_submission(read_events(job.run), str(job.config))
+    events_of_run = read_events(job.run)
+    events = of_submission(events_of_run, str(job.config))
     supervisor = Supervisor(job, env, Roster(allocation, job.num_nodes, host), logbook)
     supervisor.furthest = max(furthest_step(events), job.newest_checkpoint())
     supervisor.streak, sessions = read_streak(events)
     supervisor.session = sessions + 1
-    supervisor.avoid_bad_nodes()
-    supervisor.shun_bad_nodes()  # old entries expire
+    supervisor.roster.avoid_bad_nodes(events_of_run)
+    shun_bad_nodes(job.run, env)  # old entries expire
     allow_open_files()  # one connection per node
-    ends = env.get("SLURM_JOB_END_TIME", "")
     logbook.write(
         "session",
         config=str(job.config),
         restart=int(env.get("SLURM_RESTART_COUNT") or 0),
         nodes=allocation,
         wanted=job.num_nodes,
-        ends=int(ends) if ends.isdecimal() else None,
+        ends=job_end(env),
     )
 
     def remember(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from overland.cluster.preflight import crew, start
-from overland.cluster.preflight.conduct import preflight
+from overland.cluster.preflight.conduct import PreflightSettings, preflight
 from overland.cluster.preflight.report import Report
 from overland.errors import ClusterError
 from tests.cli.processes import environment
@@ -32,12 +32,13 @@ def folder(tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def fly(slurm: Slurm, folder: Path, faults: dict[str, str], tasks: int = 1) -> Report:
+    env = slurm.environment(environment())
     report = preflight(
         launch(faults, folder, slurm.nodes, tasks),
         slurm.nodes,
         tasks,
-        folder / "run.toml",
-        slurm.environment(environment()),
+        PreflightSettings.of(folder / "run.toml", env),
+        env,
     )
     assert slurm.run("squeue", "--noheader", "--steps") == ""  # nothing of it is left
     assert [path.name for path in folder.rglob(".overland*")] == []
@@ -119,13 +120,13 @@ def test_a_slow_link_is_the_fault_of_the_node_that_is_slow_with_all(
 
 
 def test_an_srun_that_fails_is_an_error_in_its_own_words(slurm: Slurm, folder: Path) -> None:
-    words = ["srun", "--nodelist=n9", *OVERLAND]
+    words, job = ["srun", "--nodelist=n9", *OVERLAND], PreflightSettings()
     with pytest.raises(
         ClusterError, match=r"no task of the preflight started: srun: .*Invalid node name"
     ):
-        preflight(words, ["n1"], 1, None, slurm.environment(environment()))
+        preflight(words, ["n1"], 1, job, slurm.environment(environment()))
     with pytest.raises(ClusterError, match="cannot run /no/srun: No such file"):
-        preflight(["/no/srun", *OVERLAND], ["n1"], 1, None, slurm.environment(environment()))
+        preflight(["/no/srun", *OVERLAND], ["n1"], 1, job, slurm.environment(environment()))
 
 
 def test_in_the_shell_of_an_allocation_it_tests_all_its_nodes_as_training_will(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from overland.cluster.supervise.events import (
@@ -49,8 +50,9 @@ def test_after_a_fault_of_nobody_in_particular_spares_take_the_place_of_others()
 
 def test_a_node_that_was_bad_not_long_ago_is_used_last() -> None:
     roster = Roster(["n1", "n2", "n3"], wanted=2, batch_host="n1")
-    roster.avoid("n2")
-    roster.avoid("n9")
+    roster.avoid_bad_nodes(
+        [{"event": "preflight", "time": time.time(), "bad": {"n2": "", "n9": ""}}]
+    )
     assert roster.choose() == ["n1", "n3"]
     roster.exclude("n3", "lost")
     assert roster.choose() == ["n1", "n2"], "it may have been repaired"
