@@ -17,9 +17,9 @@ from overland.cluster.preflight.crew import GRACE, LIMITS, Crew, Phases, Task
 from overland.cluster.preflight.judge import Bounds, Finding, Place
 from overland.cluster.preflight.node import measure_versions
 from overland.cluster.preflight.report import Report
+from overland.cluster.preflight.rounds import Rounds
 from overland.cluster.preflight.start import Started, first_task
 from overland.cluster.preflight.task import run_task
-from overland.cluster.preflight.tournament import Rounds
 from overland.cluster.wire import ADDRESS, KEY, Message, Switchboard
 from overland.errors import ClusterError
 from overland.slurm import expand_hosts
