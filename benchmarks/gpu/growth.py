@@ -129,7 +129,7 @@ def write(points: list[dict[str, float]], folder: Path) -> None:
         }
         lines = {"measured": lines["tokens_per_second"], "predicted": lines["predicted"]}
         label = {"seq_len": "tokens in a sequence", "layers": "layers"}[key]
-        chart = line_chart(lines, "microseconds per token, Llama 3 1B", label, "µs")
+        chart = line_chart(lines, "microseconds per token, Llama 3 1B", label)
         (folder / f"gpu_growth_{key}.svg").write_text(chart)
 
 

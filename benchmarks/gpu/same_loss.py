@@ -135,7 +135,7 @@ def main() -> None:
 
 def write(curves: dict[str, list[float]], folder: Path, device: str) -> None:
     lines = {name: list(enumerate(smooth(values), WINDOW)) for name, values in curves.items()}
-    chart = line_chart(lines, f"loss, mean of {WINDOW} steps", "step", "loss")
+    chart = line_chart(lines, f"loss, mean of {WINDOW} steps")
     (folder / "gpu_same_loss.svg").write_text(chart)
     (folder / "gpu_same_loss.json").write_text(json.dumps(curves))
     rows = [

@@ -2,17 +2,32 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from overland.apps.report.plot import HEIGHT, MOST_POINTS, WIDTH, line_chart, plot_losses, ticks
+from overland.apps.report.plot import plot_losses
+from overland.apps.report.svg import HEIGHT, MOST_POINTS, WIDTH, ticks
 
+Point = tuple[int, float]
+Draw = Callable[..., ElementTree.Element]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def draw(**lines: list[tuple[float, float]]) -> ElementTree.Element:
-    return ElementTree.fromstring(line_chart(lines, "a <title>", "step", "loss"))
+@pytest.fixture
+def draw(tmp_path: Path) -> Draw:
+    def drawn(training: Sequence[Point] = (), **held_out: Sequence[Point]) -> ElementTree.Element:
+        records = [{"step": step, "loss": loss} for step, loss in training]
+        for name, points in held_out.items():
+            records += [{"step": step, f"validation_loss/{name}": loss} for step, loss in points]
+        records.sort(key=lambda record: record["step"])
+        metrics, target = tmp_path / "metrics.jsonl", tmp_path / "loss.svg"
+        metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+        plot_losses(metrics, target, "a <title>")
+        return ElementTree.fromstring(target.read_text())
+
+    return drawn
 
 
 def texts(svg: ElementTree.Element) -> list[str]:
@@ -51,45 +66,40 @@ def test_ticks_are_few_at_any_scale(scale: float) -> None:
     assert 3 <= len(ticks(0.13 * scale, 0.87 * scale)) <= 9
 
 
-def test_a_falling_loss_is_drawn_falling_inside_the_frame() -> None:
-    svg = draw(training=[(1, 8.0), (50, 5.0), (100, 4.0)])
+def test_a_falling_loss_is_drawn_falling_inside_the_frame(draw: Draw) -> None:
+    svg = draw([(1, 8.0), (50, 5.0), (100, 4.0)])
     points = polyline(svg)
     assert [x for x, _ in points] == sorted(x for x, _ in points)
     assert [y for _, y in points] == sorted(y for _, y in points)  # SVG counts downwards
     assert all(0 < x < WIDTH and 0 < y < HEIGHT for x, y in points)
-    assert "training, last 4" in texts(svg)
-    assert "a <title>" in texts(svg)
+    assert {"— training, last 4", "a <title>"} <= set(texts(svg))
 
 
-def test_several_lines_have_their_names_and_colors() -> None:
-    svg = draw(one=[(0, 1.0), (1, 2.0)], two=[(0, 2.0), (1, 1.0)])
+def test_several_lines_have_their_names_and_colors(draw: Draw) -> None:
+    svg = draw([(0, 1.0), (1, 2.0)], wiki=[(0, 2.0), (1, 1.0)])
     colors = [line.attrib["stroke"] for line in svg.iter(f"{SVG}polyline")]
     assert len(set(colors)) == 2
-    assert {"one, last 2", "two, last 1"} <= set(texts(svg))
+    assert {"— training, last 2", "— held out: wiki, last 1"} <= set(texts(svg))
 
 
-def test_a_line_of_one_point_is_still_seen() -> None:
-    svg = draw(held_out=[(80, 4.9)])
-    (dot,) = svg.iter(f"{SVG}circle")
+def test_a_line_of_one_point_is_still_seen(draw: Draw) -> None:
+    (dot,) = draw(wiki=[(80, 4.9)]).iter(f"{SVG}circle")
     assert 0 < float(dot.attrib["cx"]) < WIDTH
 
 
 @pytest.mark.parametrize("points", [[], [(1, math.nan), (2, math.inf)]])
-def test_without_a_finite_point_an_empty_chart_is_drawn(points: list[tuple[float, float]]) -> None:
-    svg = draw(training=points)
-    assert not list(svg.iter(f"{SVG}polyline"))
+def test_without_a_finite_point_an_empty_chart_is_drawn(points: list[Point], draw: Draw) -> None:
+    assert not list(draw(points).iter(f"{SVG}polyline"))
 
 
-def test_points_that_are_not_finite_are_left_out() -> None:
-    svg = draw(training=[(1, 8.0), (2, math.nan), (3, 7.0)])
-    assert len(polyline(svg)) == 2
+def test_points_that_are_not_finite_are_left_out(draw: Draw) -> None:
+    assert len(polyline(draw([(1, 8.0), (2, math.nan), (3, 7.0)]))) == 2
 
 
-def test_a_long_run_makes_a_small_file() -> None:
-    chart = line_chart({"training": [(i, 1 / (i + 1)) for i in range(100_000)]}, "", "", "")
-    assert len(chart) < 40 * MOST_POINTS
-    svg = ElementTree.fromstring(chart)
-    assert "training, last 1e-05" in texts(svg)
+def test_a_long_run_makes_a_small_file(draw: Draw) -> None:
+    svg = draw([(i, 1 / (i + 1)) for i in range(20_000)])
+    assert len(polyline(svg)) <= MOST_POINTS + 2
+    assert "— training, last 5e-05" in texts(svg)
     assert not list(svg.iter(f"{SVG}circle"))
 
 
@@ -106,5 +116,5 @@ def test_losses_are_read_from_metrics_and_the_later_line_counts(tmp_path: Path) 
     plot_losses(metrics, target, "title")
     svg = ElementTree.fromstring(target.read_text())
     assert len(list(svg.iter(f"{SVG}polyline"))) == 2
-    assert {"training, last 7", "held out: some_text, last 8.5"} <= set(texts(svg))
+    assert {"— training, last 7", "— held out: some_text, last 8.5"} <= set(texts(svg))
     assert not re.search("grad_norm", target.read_text())

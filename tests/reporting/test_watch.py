@@ -303,17 +303,6 @@ def test_a_plain_run_lives_as_long_as_its_owner(tmp_path: Path) -> None:
     assert f"`{command('overland', 'train', run / 'config.toml')}`" in seen.because
 
 
-def test_files_from_before_there_were_times(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    (run / "metrics.jsonl").write_text(line(1) + line(2))
-    seen = look(run)
-    assert (seen.state, seen.step, seen.seconds_left) == ("training", 2, None)
-    os.utime(run / "metrics.jsonl", (NOW - 100, NOW - 100))
-    assert look(run).state == "silent"
-    set_live(run, step=2)
-    assert look(run).seconds_left == pytest.approx(998 * 2.0)
-
-
 # What may be missing or broken
 
 

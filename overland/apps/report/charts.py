@@ -55,6 +55,8 @@ class Chart:
     lines: list[Line] = field(default_factory=list)
     form: str = "number"
     """How its values are formatted: number, share or count."""
+    across: str = "step"
+    """What its x axis counts."""
 
     def to_json(self, most: int) -> dict[str, Any]:
         return {

@@ -26,8 +26,6 @@ class Goodput:
     parts: dict[str, float] = field(default_factory=dict)
     between: float = 0.0
     """Time with no session running: in the queue, or not started."""
-    is_split: bool = True
-    """False if the version that trained the run did not record how its time was used."""
 
     @property
     def in_sessions(self) -> float:
@@ -41,19 +39,9 @@ class Goodput:
 
 def where_time_went(sessions: Sequence[ReportedSession]) -> Goodput:
     parts = dict.fromkeys(PARTS, 0.0)
-    is_split = True
     for session in sessions:
         whole = max(0.0, session.ended - session.begun)
         kept, used = session.kept_seconds, session.seconds
-        if not any(use in used for use in ("compute", "data", "save")):
-            is_split = is_split and session.last_step == session.step
-            share = 1.0
-            if session.last_step > session.step:
-                taken = session.last_step - session.step
-                share = max(0, session.kept_step - session.step) / taken
-            training = max(0.0, session.ended - session.started)
-            kept = {"start": session.started - session.begun, "compute": training * share}
-            used = {**kept, "compute": training}
         for use in ("compute", "data", "validation", "save", "start"):
             parts[use] += kept.get(use, 0.0)
         in_loop = ("compute", "data", "validation", "save")
@@ -63,4 +51,4 @@ def where_time_went(sessions: Sequence[ReportedSession]) -> Goodput:
         parts["end"] += max(0.0, whole - known)
     gaps = itertools.pairwise(sessions)
     between = sum(max(0.0, later.begun - one.ended) for one, later in gaps)
-    return Goodput(parts, between, is_split)
+    return Goodput(parts, between)

@@ -1,8 +1,5 @@
 """The sessions of a run and their events: from sessions.jsonl, and with a supervisor also from
 attempts.jsonl.
-
-Runs of earlier versions have no sessions.jsonl: their sessions are inferred from attempts, or from
-the times of logged lines.
 """
 
 from __future__ import annotations
@@ -20,13 +17,12 @@ import numpy.typing as npt
 from overland.apps.report.lines import Lines, Numbers
 from overland.cluster.supervise.events import Event, Events, parse_event
 from overland.run_folder import SESSIONS
-from overland.training.history import PAUSE, Tail
+from overland.training.history import Tail
 
 ENDED = ("finished", "stopped", "failed", "killed", "running")
 STOPPING = re.compile(r"^stopping after step \d+: ")
 LARGEST_TIME = 1e11
 Mask = npt.NDArray[np.bool_]
-LEAST_PAUSE = 30.0  # seconds; a shorter gap between lines is not a restart
 
 
 @dataclass
@@ -140,9 +136,6 @@ class RunStory:
         """Returns all sessions in order; the last one is still running if the run `is_alive`."""
         told = self._by_session()
         found = [_session(number, own[0]) for number, own in enumerate(told, 1)]
-        if not found:
-            found = guessed_sessions(lines, self._events.of("attempt"))
-            told = [[] for _ in found]
         logged = Logged.of(lines)
         logged_by = logged.sessions_of(found)
         for (session, border), own in zip(with_borders(found), told, strict=True):
@@ -200,11 +193,6 @@ class RunStory:
                 what = session.what or "ended without a recorded reason"
                 found.append(Happening(session.ended, session.how, session.last_step, what))
         return sorted(found, key=lambda one: one.time)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the version that trained the run recorded its sessions."""
-        return any(one["event"] == "start" for one in self._lines)
 
 
 def parse_events(lines: Sequence[bytes]) -> list[Event]:
@@ -269,30 +257,6 @@ def numbers(value: object) -> dict[str, float]:
 def _session(number: int, line: Event) -> ReportedSession:
     begun = _time({"time": line.get("begun")}) or line["time"]
     return ReportedSession(number, min(begun, line["time"]), line["time"], _step(line), facts=line)
-
-
-def guessed_sessions(lines: Lines, attempts: Sequence[Event]) -> list[ReportedSession]:
-    """Infers sessions from a supervisor's attempts, or else from gaps in the log."""
-    if attempts:
-        return [
-            ReportedSession(
-                number, _time(one), _time(one), int(numbers(one).get("from_step", 0)), one
-            )
-            for number, one in enumerate(attempts, 1)
-        ]
-    times, steps = lines.logged["time"], lines.logged.steps
-    known = np.isfinite(times)
-    times, steps = times[known], steps[known]
-    if not len(times):
-        return []
-    gaps = np.diff(times)
-    usual = float(np.median(gaps)) if len(gaps) else 0.0
-    starts = np.flatnonzero(gaps > max(PAUSE * usual, LEAST_PAUSE)) + 1
-    found = [ReportedSession(1, float(times[0]), float(times[0]), max(0, int(steps[0]) - 1))]
-    for number, place in enumerate(starts.tolist(), 2):
-        begun = float(times[place]) - usual
-        found.append(ReportedSession(number, begun, begun, int(steps[place - 1])))
-    return found
 
 
 def _count_seconds(session: ReportedSession, logged: Logged, mine: Mask) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,22 +20,27 @@ import numpy as np
 from overland.apps.console.readme import optimizer_in_words, schedule_in_words
 from overland.apps.report.evaluations import CheckpointScore, read_scores
 from overland.apps.report.goodput import Goodput, where_time_went
-from overland.apps.report.lines import Lines, Recent
+from overland.apps.report.lines import Lines, MetricColumns, Recent
 from overland.apps.report.mixture import DrawnMixture, drawn_mixture
 from overland.apps.report.sessions import Happening, ReportedSession, RunStory
 from overland.apps.report.thin import bin_sizes, means, spacing_of
-from overland.apps.watch.watch import RunStatus, Watch
+from overland.apps.watch.watch import (
+    RunStatus,
+    Watch,
+    read_json,
+    read_text,
+    read_toml,
+    table_in,
+)
 from overland.config.derived import model_name
 from overland.config.fields import all_keys
 from overland.config.schema import JobConfig
 from overland.errors import NoRun
-from overland.files import parse_toml
-from overland.run_folder import CONFIG, MODEL_CONFIG, README, SAMPLES, SUBMITTED, VALIDATION_LOSS
+from overland.run_folder import CONFIG, MODEL_CONFIG, SAMPLES, SUBMITTED, VALIDATION_LOSS
 from overland.words import command, duration
 
 MOST_SAMPLES = 40
 LONGEST_SAMPLE = 4000
-LARGEST_TEXT = 2**22  # bytes read of a config or of samples
 ALIVE = ("training", "starting", "restarting", "stopping")
 AXES = {
     "dp_replicate": "replicated",
@@ -76,8 +80,6 @@ class RunReport:
     lines: Lines
     sessions: list[ReportedSession]
     happenings: list[Happening]
-    are_recorded: bool
-    """Whether the sessions were recorded, not inferred."""
     goodput: Goodput
     mixture: DrawnMixture
     scores: list[CheckpointScore]
@@ -149,13 +151,12 @@ class RunReader:
             lines=self.lines,
             sessions=sessions,
             happenings=self.story.happenings(sessions),
-            are_recorded=self.story.is_recorded,
             goodput=where_time_went(sessions),
             mixture=drawn_mixture(self.path),
             scores=read_scores(self.path),
             settings=settings_of(config),
             samples=read_samples(self.path / SAMPLES),
-            prompt=str(_inside(config, "metrics", "sample_prompt") or ""),
+            prompt=str(table_in(config, "metrics").get("sample_prompt") or ""),
         )
         report.facts = facts_of(report, config)
         report.figures = figures_of(report)
@@ -183,65 +184,51 @@ def open_runs(paths: list[Path]) -> list[RunReader]:
 
 def facts_of(report: RunReport, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     latest = report.sessions[-1].facts if report.sessions else {}
-    training = _table(config.get("training"))
+    precision = table_in(latest, "precision")
     rows: list[tuple[str, str | None]] = [
         ("model", _model(report.path, config)),
-        ("parameters", _parameters(report.path, latest)),
+        ("parameters", _counted(latest.get("parameters"))),
         ("data", _data(config)),
-        ("batch", _batch(latest, training, _unit(report))),
+        ("batch", _batch(latest, table_in(config, "training").get("seq_len"))),
         ("devices", _devices(latest)),
         ("layout", _layout(latest)),
-        ("precision", _precision(latest, training)),
+        ("precision", ", ".join(f"{what} {kind}" for what, kind in precision.items())),
         *_in_config_words(config),
     ]
     return [(name, words) for name, words in rows if words]
 
 
 def _model(run: Path, config: Mapping[str, Any]) -> str | None:
-    model, shape = _table(config.get("model")), _read_json(run / MODEL_CONFIG)
+    model, shape = table_in(config, "model"), read_json(run / MODEL_CONFIG)
     name = str(model.get("config") or f"{model.get('name', '')} {model.get('flavor', '')}").strip()
     layers, width = shape.get("num_hidden_layers"), shape.get("hidden_size")
     if isinstance(layers, int) and isinstance(width, int):
         name += f", {layers:,} layers of width {width:,}"
-    rank = _inside(config, "lora", "rank")
+    rank = table_in(config, "lora").get("rank")
     return f"{name}, adapters of rank {rank}" if name and rank else name or None
 
 
-def _parameters(run: Path, latest: Mapping[str, Any]) -> str | None:
-    if isinstance(latest.get("parameters"), int):
-        return f"{latest['parameters']:,}"
-    found = re.search(r"([\d,]+) parameters", _read_text(run / README))
-    return found[1] if found else None
+def _counted(count: object) -> str | None:
+    return f"{count:,}" if isinstance(count, int) else None
 
 
 def _data(config: Mapping[str, Any]) -> str | None:
-    sources = _table(_inside(config, "data", "sources"))
-    if sources:
-        return ", ".join(
-            f"{name} ({one.get('path') or one.get('dataset') or name})"
-            for name, one in sources.items()
-            if isinstance(one, dict)
-        )
-    training = _table(config.get("training"))
-    return str(training.get("dataset_path") or training.get("dataset") or "") or None
+    training, sources = table_in(config, "training"), table_in(table_in(config, "data"), "sources")
+    if not sources:
+        return str(training.get("dataset_path") or training.get("dataset") or "") or None
+    return ", ".join(
+        f"{name} ({one.get('path') or one.get('dataset') or name})"
+        for name, one in sources.items()
+        if isinstance(one, dict)
+    )
 
 
-def _unit(report: RunReport) -> str:
-    """Returns the unit that the run counts: image models have no tokens."""
-    latest = report.sessions[-1].facts if report.sessions else {}
-    is_samples = latest.get("unit") == "samples" or "samples" in report.lines.logged.names
-    return "samples" if is_samples else "tokens"
-
-
-def _batch(latest: Mapping[str, Any], training: Mapping[str, Any], unit: str) -> str | None:
-    rows, length = latest.get("rows"), training.get("seq_len")
-    rows = rows or training.get("global_batch_size")
-    if not isinstance(rows, int) or rows < 1:
+def _batch(latest: Mapping[str, Any], length: object) -> str | None:
+    rows = latest.get("rows")
+    if not isinstance(rows, int):
         return None
-    if unit == "samples":
+    if latest.get("unit") == "samples" or not isinstance(length, int):
         return f"{rows:,} samples per step"
-    if not isinstance(length, int):
-        return None
     return f"{rows:,} sequences of {length:,} tokens: {rows * length:,} tokens per step"
 
 
@@ -254,24 +241,13 @@ def _devices(latest: Mapping[str, Any]) -> str | None:
 
 
 def _layout(latest: Mapping[str, Any]) -> str | None:
-    degrees = _table(latest.get("degrees"))
+    degrees = table_in(latest, "degrees")
     parts = [
         f"{degrees[axis]} × {words}"
         for axis, words in AXES.items()
         if isinstance(degrees.get(axis), int) and degrees[axis] > 1
     ]
     return ", ".join(parts) or ("the whole model on one device" if degrees else None)
-
-
-def _precision(latest: Mapping[str, Any], training: Mapping[str, Any]) -> str | None:
-    names = {
-        "parameters": "dtype",
-        "computation": "mixed_precision_param",
-        "gradient sums": "mixed_precision_reduce",
-    }
-    used = _table(latest.get("precision"))
-    known = {what: used.get(what) or training.get(name) for what, name in names.items()}
-    return ", ".join(f"{what} {value}" for what, value in known.items() if value) or None
 
 
 def _in_config_words(config: Mapping[str, Any]) -> list[tuple[str, str | None]]:
@@ -294,97 +270,73 @@ def _in_config_words(config: Mapping[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def figures_of(report: RunReport) -> list[Figure]:
-    logged, status = report.lines.logged, report.status
-    found = [_steps(report), _tokens(report), _loss(report), _best(report), _time(report)]
-    found += [_share(report), _throughput(report)]
-    mfu = logged.points("mfu")[1]
-    if len(mfu):
+    """Returns the key figures that are known."""
+    logged, status, goodput = report.lines.logged, report.status, report.goodput
+    steps = f"of {status.steps:,}" if status.steps else ""
+    if status.steps and status.seconds_left and status.state in ALIVE:
+        steps += f", {duration(status.seconds_left)} left"
+    found = [Figure("steps", f"{status.step:,}", steps, status.step)]
+    for unit in ("tokens", "samples"):
+        if len(values := logged.points(unit)[1]):
+            last = float(values[-1])
+            found.append(Figure(unit, in_short(last), "seen so far", last))
+    held_out = report.lines.held_out.get(VALIDATION_LOSS, MetricColumns())
+    found += [*_loss(logged), *_best(held_out)]
+    if seconds := goodput.in_sessions:
+        between = f"plus {duration(goodput.between)} between sessions"
+        note = between if goodput.between >= 1 else ""
+        found.append(Figure("time in sessions", duration(seconds), note, seconds))
+    if (share := goodput.share) is not None:
+        words = "of session time spent on steps that count"
+        found.append(Figure("goodput", f"{share:.1%}", words, share))
+    found += _throughput(report)
+    if len(mfu := logged.points("mfu")[1]):
         middle = float(np.median(mfu))
         found.append(Figure("MFU", f"{middle:.1%}", "median", middle))
-    memory = logged.points("memory_gib")[1]
-    if len(memory):
+    if len(memory := logged.points("memory_gib")[1]):
         most = float(memory.max())
         found.append(Figure("memory", f"{most:.1f} GiB", "peak per device", most))
-    lost = sum(one.lost_steps for one in report.sessions)
-    count = len(report.sessions)
-    if count:
+    if count := len(report.sessions):
+        lost = sum(one.lost_steps for one in report.sessions)
         words = f"{lost:,} steps lost and repeated" if lost else "no steps were lost"
         found.append(Figure("sessions", f"{count:,}", words, count))
-    if status.faults:
-        found.append(Figure("faults", f"{len(status.faults):,}", "", len(status.faults)))
-    return [one for one in found if one is not None]
+    if count := len(status.faults):
+        found.append(Figure("faults", f"{count:,}", "", count))
+    return found
 
 
-def _steps(report: RunReport) -> Figure:
-    status = report.status
-    note = f"of {status.steps:,}" if status.steps else ""
-    if status.steps and status.seconds_left and status.state in ALIVE:
-        note += f", {duration(status.seconds_left)} left"
-    return Figure("steps", f"{status.step:,}", note, status.step)
-
-
-def _tokens(report: RunReport) -> Figure | None:
-    for unit in ("tokens", "samples"):
-        values = report.lines.logged.points(unit)[1]
-        if len(values):
-            return Figure(unit, in_short(float(values[-1])), "seen so far", float(values[-1]))
-    return None
-
-
-def _loss(report: RunReport) -> Figure | None:
-    logged = report.lines.logged
+def _loss(logged: MetricColumns) -> Iterator[Figure]:
     steps, losses = logged.points("loss")
     if (since := logged.not_finite_since("loss")) is not None:
         before = f"; before: {losses[-1]:.4f}" if len(losses) else ""
-        return Figure("loss", "not finite", f"since step {since:,}{before}")
-    if not len(steps):
-        return None
-    fine, _ = bin_sizes(float(logged.last_step), spacing_of(steps))
-    mean = float(means(steps, losses, fine)[1][-1])
-    what = f"mean of the last {fine:,} steps" if fine > 1 else "at the last step logged"
-    return Figure("loss", f"{mean:.4f}", what, mean)
+        yield Figure("loss", "not finite", f"since step {since:,}{before}")
+    elif len(steps):
+        fine, _ = bin_sizes(float(logged.last_step), spacing_of(steps))
+        mean = float(means(steps, losses, fine)[1][-1])
+        what = f"mean of the last {fine:,} steps" if fine > 1 else "at the last step logged"
+        yield Figure("loss", f"{mean:.4f}", what, mean)
 
 
-def _best(report: RunReport) -> Figure | None:
-    columns = report.lines.held_out.get(VALIDATION_LOSS)
-    if columns is None or not len(columns.points("value")[0]):
-        return None
-    steps, values = columns.points("value")
-    best = int(np.argmin(values))
-    is_finite = columns.not_finite_since("value") is None
-    last = f"{values[-1]:.4f}" if is_finite else "not finite"
-    note = f"best, at step {int(steps[best]):,}; last {last}"
-    return Figure("validation loss", f"{values[best]:.4f}", note, float(values[best]))
+def _best(held_out: MetricColumns) -> Iterator[Figure]:
+    steps, values = held_out.points("value")
+    if len(values):
+        best = int(np.argmin(values))
+        is_finite = held_out.not_finite_since("value") is None
+        last = f"{values[-1]:.4f}" if is_finite else "not finite"
+        note = f"best, at step {int(steps[best]):,}; last {last}"
+        yield Figure("validation loss", f"{values[best]:.4f}", note, float(values[best]))
 
 
-def _time(report: RunReport) -> Figure | None:
-    seconds = report.goodput.in_sessions
-    if not seconds:
-        return None
-    between = report.goodput.between
-    note = f"plus {duration(between)} between sessions" if between >= 1 else ""
-    return Figure("time in sessions", duration(seconds), note, seconds)
-
-
-def _share(report: RunReport) -> Figure | None:
-    share = report.goodput.share
-    if share is None or not report.goodput.is_split:
-        return None
-    return Figure("goodput", f"{share:.1%}", "of session time spent on steps that count", share)
-
-
-def _throughput(report: RunReport) -> Figure | None:
+def _throughput(report: RunReport) -> Iterator[Figure]:
+    devices = report.sessions[-1].facts.get("devices") if report.sessions else None
     for unit in ("tokens", "samples"):
         rates = report.lines.logged.points(f"{unit}_per_second")[1]
         if len(rates):
             rate = float(np.median(rates))
-            facts = report.sessions[-1].facts if report.sessions else {}
-            devices = facts.get("devices")
             note = f"{unit}/s per device, median"
             if isinstance(devices, int) and devices > 1:
                 note += f"; {in_short(rate * devices)} in total"
-            return Figure("throughput", f"{rate:,.0f}", note, rate)
-    return None
+            yield Figure("throughput", f"{rate:,.0f}", note, rate)
 
 
 def environment_of(report: RunReport) -> list[tuple[str, str]]:
@@ -393,7 +345,7 @@ def environment_of(report: RunReport) -> list[tuple[str, str]]:
     for name in ("overland", "torch", "cuda", "rocm", "python", "system", "machine", "job"):
         values = []
         for session in report.sessions:
-            software = _table(session.facts.get("software"))
+            software = table_in(session.facts, "software")
             value = str(software.get(name) or session.facts.get(name) or "")
             if value and value not in values:
                 values.append(value)
@@ -413,7 +365,7 @@ def settings_of(config: Mapping[str, Any]) -> list[Setting]:
         return []
     found, known = [], set()
     for key in all_keys().values():
-        section = _table(config.get(key.section))
+        section = table_in(config, key.section)
         default = key.default
         value = section.get(key.name, default)
         known.add((key.section, key.name))
@@ -427,8 +379,8 @@ def settings_of(config: Mapping[str, Any]) -> list[Setting]:
                 key.description,
             )
         )
-    for other, table in config.items():
-        for name, value in _table(table).items():
+    for other in config:
+        for name, value in table_in(config, other).items():
             if (other, name) not in known:
                 found.append(Setting(f"{other}.{name}", _written(value), "no such key", True, ""))
     return found
@@ -454,7 +406,7 @@ def _written(value: Any) -> str:
 def read_samples(path: Path) -> list[tuple[int, str]]:
     """Returns the model's samples by step; if there are many, only the first and the last ones."""
     found: dict[int, str] = {}
-    for line in _read_text(path).splitlines():
+    for line in read_text(path).splitlines():
         with suppress(ValueError, RecursionError):
             one = json.loads(line)
             if isinstance(one, dict) and isinstance(one.get("step"), int):
@@ -464,34 +416,6 @@ def read_samples(path: Path) -> list[tuple[int, str]]:
     samples = sorted(found.items())
     half = MOST_SAMPLES // 2
     return samples if len(samples) <= MOST_SAMPLES else [*samples[:half], *samples[-half:]]
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    with suppress(ValueError):
-        return parse_toml(_read_text(path))
-    return {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        return _table(json.loads(_read_text(path)))
-    return {}
-
-
-def _read_text(path: Path) -> str:
-    with suppress(OSError):
-        if path.is_file():  # opening a named pipe would block
-            with path.open("rb") as file:
-                return file.read(LARGEST_TEXT).decode(errors="replace")
-    return ""
-
-
-def _table(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _inside(config: Mapping[str, Any], section: str, name: str) -> Any:
-    return _table(config.get(section)).get(name)
 
 
 def in_short(number: float) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 
 from overland.apps.report.charts import LOST, Chart, Line
 from overland.apps.report.lines import Numbers
-from overland.apps.report.plot import ticks
 from overland.apps.report.sessions import ReportedSession
 from overland.apps.report.summary import RunReport, moment
 from overland.apps.report.thin import thinned
@@ -35,6 +34,7 @@ MOST_DOTS = 60
 WIDTHS = {"raw": 1.0, "mean": 1.6, "trend": 2.4, "curve": 1.3, "points": 1.8, "lost": 1.2}
 DASHES = ("none", "7 4", "2 3", "9 3 2 3")
 MOST_MARKS = 400
+SMALLEST = 1e-300  # distance between two ticks, close to the smallest float64
 
 Paint = Callable[[str | int], str]
 
@@ -79,7 +79,9 @@ def chart_svg(chart: Chart, paint: Paint = alone) -> str:
         words = f"{x:,.12g}"
         at = float(x_of(np.array(x)))
         parts.append(_text(at, HEIGHT - BOTTOM + 20, words, paint("muted"), "middle"))
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "step", paint("muted"), "middle"))
+    parts.append(
+        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, chart.across, paint("muted"), "middle")
+    )
     across, named = float(LEFT), set()
     for line, steps, values in shown:
         color = color_of(line, paint)
@@ -229,6 +231,16 @@ def stacked_bar(parts: Sequence[tuple[str, float, str | int]], paint: Paint = in
         f'<svg class="bar" viewBox="0 0 1000 26" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(words)}">{"".join(drawn)}</svg>'
     )
+
+
+def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
+    """Returns round numbers that enclose [low, high]."""
+    span = high - low if high - low > 1e-9 * abs(high) else abs(high) or 1.0
+    raw = max(span / wanted, SMALLEST)
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [float(f"{i * step:.12g}") for i in range(first, max(last, first + 1) + 1)]
 
 
 def value_words(value: float, form: str) -> str:

@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,7 @@ SILENT_STEPS = 20
 OWNER_SECONDS = 120.0  # renewed every 15 s, but NFS may show it a minute late
 CURVE_POINTS = 2000
 LONGEST_EVENT = 1 << 16  # bytes, of a line of sessions.jsonl
+LARGEST_TEXT = 1 << 22  # bytes read of a config or another small file
 NOT_FINITE = re.compile(rf"{CHECKPOINT.pattern}\.nonfinite")
 SAVING = re.compile(rf"\.{CHECKPOINT.pattern}\.tmp")
 
@@ -164,7 +166,7 @@ class Watch:
         """Returns the current status; waits for Slurm's answer for at most `patience` seconds."""
         self.history.read_on()
         self.events.read_on()
-        live, owner = _read_json(self.run / LIVE), _read_owner(self.run / OWNER)
+        live, owner = read_json(self.run / LIVE), _read_owner(self.run / OWNER)
         session, attempt = self.events.last("session"), self.events.last("attempt")
         job = live.get("job") or session.get("job") or owner.get("job") or None
         if which := jobs_to_ask_for(self.run, job):
@@ -174,8 +176,8 @@ class Watch:
         newest_step = int(newest.get("step", 0))
         is_live_newer = _number(live.get("time")) > _number(newest.get("time"))
         # If the config counts epochs, the number of steps is only known once training starts.
-        steps = _table(config, "training").get("steps")
-        steps = steps or _read_json(self.run / PLAN).get("steps")
+        steps = table_in(config, "training").get("steps")
+        steps = steps or read_json(self.run / PLAN).get("steps")
         seen = RunStatus(
             run=str(self.run),
             time=time.time(),
@@ -189,7 +191,7 @@ class Watch:
             losses=thinned(self.history.losses, CURVE_POINTS),
             held_out=dict(self.history.held_out),
             checkpoints=read_checkpoints(
-                self.run / str(_table(config, "checkpoint").get("folder", CHECKPOINTS))
+                self.run / str(table_in(config, "checkpoint").get("folder", CHECKPOINTS))
             ),
             evaluations=self.evaluations.look(),
             job=job,
@@ -205,7 +207,7 @@ class Watch:
         )
         if seen.checkpoints.newest:  # what is logged may be some steps behind
             seen.step = max(seen.step, seen.checkpoints.step)
-        seen.last_sign = last_sign(self.run, live, owner, newest, self.events)
+        seen.last_sign = last_sign(live, owner, newest, self.events)
         seen.state, seen.because = judge_state(self.run, seen, live, owner, self.events)
         if not config and (self.run / CONFIG).is_file():
             seen.because = seen.because or f"{CONFIG} cannot be read"
@@ -241,11 +243,11 @@ def judge_state(
     if owner and not signalled and owner_lives(owner, seen.time):
         has_stepped = _number(seen.newest.get("time")) >= _number(owner.get("since"))
         return "training" if has_stepped else "starting", ""
-    done = _read_text(run / DONE)
+    done = read_text(run / DONE)
     if steps_in(done) >= max(1, seen.steps or 0):
         return "finished", done.partition("\n")[2].strip()
     end = events.all[-1] if events.all and events.all[-1]["event"] in ("end", "signal") else {}
-    if reason := _read_text(run / STOPPED):
+    if reason := read_text(run / STOPPED):
         return "failed" if end.get("how") == "failed" else "stopped", reason
     running = [job for job in seen.queue or [] if job.runs]
     waiting = [job for job in seen.queue or [] if not job.runs]
@@ -263,13 +265,10 @@ def judge_state(
         how = str(end.get("how", "stopped"))
         return how if how in STATES else "stopped", str(end.get("what", ""))
     if not owner and not live and not events.all and seen.newest:
-        # A run removes its owner.json when it ends. Older versions had neither that nor times.
+        # A run removes its owner.json when it ends.
         if failure := last_failure(run):
             return "failed", failure
-        if "time" in seen.newest:
-            return "stopped", f"`{command('overland', 'train', run / CONFIG)}` resumes it"
-        if age < limit:
-            return "training", ""
+        return "stopped", f"`{command('overland', 'train', run / CONFIG)}` resumes it"
     return "silent", ""
 
 
@@ -309,11 +308,9 @@ def transferred(transfer: Event) -> str:
     return words + (f", no progress for {duration(quiet)}" if quiet > QUIET_SECONDS else "")
 
 
-def last_sign(run: Path, live: Event, owner: Event, newest: Record, events: Events) -> float | None:
+def last_sign(live: Event, owner: Event, newest: Record, events: Events) -> float | None:
     signs = [_number(live.get("time")), _number(owner.get("renewed")), _number(newest.get("time"))]
     signs += [_number(event.get("time")) for event in events.all[-1:]]
-    if "time" not in newest:
-        signs.append(_modified(run / METRICS))
     return max(signs) or None
 
 
@@ -326,7 +323,7 @@ def owner_lives(owner: Event, now: float) -> bool:
 def jobs_to_ask_for(run: Path, job: str | None) -> str | None:
     """Returns the squeue option that selects this run's jobs; jobs of a chain share a name."""
     if script := newest_script(run):
-        named = re.search(r"^#SBATCH --job-name=(\S+)$", _read_text(script), flags=re.MULTILINE)
+        named = re.search(r"^#SBATCH --job-name=(\S+)$", read_text(script), flags=re.MULTILINE)
         if named:
             return f"--name={named[1]}"
     return f"--jobs={job}" if job else None
@@ -336,7 +333,7 @@ def command_to_resume(run: Path) -> str:
     """Returns the command that submits a run's newest script again; "" if there is none, or if the
     run has failed for good, which such a job would only report."""
     script = newest_script(run)
-    if script is None or "#SBATCH" not in _read_text(script) or (run / STOPPED).exists():
+    if script is None or "#SBATCH" not in read_text(script) or (run / STOPPED).exists():
         return ""
     return f"sbatch {shlex.quote(str(script))}"
 
@@ -374,52 +371,55 @@ def read_checkpoints(folder: Path) -> Checkpoints:
 
 def _description(config: dict[str, Any]) -> str:
     """Returns what the user wrote, not the default."""
-    words = str(_table(config, "job").get("description", ""))
+    words = str(table_in(config, "job").get("description", ""))
     return "" if words == NO_DESCRIPTION else words
 
 
 def _read_config(run: Path) -> dict[str, Any]:
     """Reads the newer of the last session's config and any config submitted since."""
     submitted = [path for path in run.glob(f"{SUBMITTED}/*.toml") if path.stem.isdecimal()]
-    for path in sorted([run / CONFIG, *submitted], key=_modified, reverse=True):
-        try:
-            if path.is_file():
-                return parse_toml(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # being written
-            continue
+    paths = sorted([run / CONFIG, *submitted], key=_modified, reverse=True)
+    return next(filter(None, map(read_toml, paths)), {})
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns a config; {} if it cannot be read, such as while it is being written."""
+    with suppress(ValueError):
+        return parse_toml(read_text(path))
     return {}
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    return _table_of(read_text(path))
+
+
 def _read_owner(path: Path) -> Event:
-    owner = _read_json(path)
+    owner = read_json(path)
     return {**owner, "renewed": _modified(path)} if owner else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _read_last_line(path: Path) -> dict[str, Any]:
     """Returns the last JSON object of a file with one per line."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LONGEST_EVENT))
-            lines = file.read().splitlines()
-        value = json.loads(lines[-1]) if lines else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    lines = read_text(path, from_end=LONGEST_EVENT).splitlines()
+    return _table_of(lines[-1]) if lines else {}
 
 
-def _read_text(path: Path) -> str:
-    try:  # opening a named pipe would block
-        return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
-    except (OSError, UnicodeDecodeError):
-        return ""
+def _table_of(text: str) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def read_text(path: Path, from_end: int = 0) -> str:
+    """Returns a file's text without space around it, or the last `from_end` bytes of it; "" if it
+    cannot be read."""
+    with suppress(OSError):
+        if path.is_file():  # opening a named pipe would block
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - from_end) if from_end else 0)
+                return file.read(LARGEST_TEXT).decode(errors="replace").strip()
+    return ""
 
 
 def _modified(path: Path) -> float:
@@ -433,7 +433,7 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _table(config: dict[str, Any], section: str) -> dict[str, Any]:
+def table_in(config: Mapping[str, Any], section: str) -> dict[str, Any]:
     value = config.get(section)
     return value if isinstance(value, dict) else {}
 
