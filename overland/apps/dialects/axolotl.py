@@ -6,11 +6,12 @@ are in `axolotl_keys`, those about data in `axolotl_data`.
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from overland.apps.dialects.axolotl_data import translate_data
-from overland.apps.dialects.axolotl_file import SAME, File, folder_of, listed
+from overland.apps.dialects.axolotl_file import File, folder_of, listed
 from overland.apps.dialects.axolotl_keys import (
     ADAMW,
     IGNORED,
@@ -27,7 +28,7 @@ from overland.apps.dialects.axolotl_keys import (
     TRANSLATED,
     WANDB,
 )
-from overland.apps.dialects.draft import is_one_of
+from overland.apps.dialects.draft import is_on, is_one_of
 from overland.config.errors import Problem
 from overland.config.source import Entries, Entry, Translated
 from overland.words import nearest_name
@@ -37,6 +38,7 @@ SOME = frozenset(
     {"datasets", "sequence_len", "micro_batch_size", "gradient_accumulation_steps", "num_epochs",
      "learning_rate", "adapter", "lora_r", "sample_packing", "val_set_size", "output_dir", "rl"}
 )  # fmt: skip
+SCHEDULES = ("cosine", "cosine_with_min_lr", "linear", "constant", "constant_with_warmup")
 # axolotl's defaults, by current key.
 DEFAULTS: dict[str, Any] = {
     "training.local_batch_size": 1,
@@ -57,7 +59,7 @@ def is_axolotl(entries: Entries) -> bool:
 
 def translate_axolotl(entries: Entries, shown: str, above: Entries) -> Translated:
     """Returns entries in current keys, notes and problems; `above` will override the entries."""
-    file = File.of(entries, shown, above)
+    file = File(entries, shown, above)
     _model(file)
     translate_data(file)
     _lora(file)
@@ -103,14 +105,14 @@ def _model(file: File) -> None:
 def _lora(file: File) -> None:
     adapter, narrow = file.take("adapter"), file.take("load_in_4bit")
     if adapter is None:
-        if narrow is not None and narrow.value:
+        if is_on(narrow):
             file.lacks("load_in_4bit", narrow, "4-bit frozen weights need an adapter")
         for key in [key for key in file.keys if key in LORA or key.startswith("lora_target_")]:
             file.ignore(key, "without adapter, all weights are trained")
         return
     if adapter.value not in ("lora", "qlora"):
         file.refuse("adapter", adapter, "expected lora or qlora")
-    if narrow is not None and narrow.value:
+    if is_on(narrow):
         file.put("lora.base", "nf4", narrow, "load_in_4bit")
     elif adapter.value == "qlora":
         file.lacks("adapter", adapter, "qlora needs load_in_4bit: true")
@@ -129,7 +131,7 @@ def _lora(file: File) -> None:
 def _targets(file: File) -> None:
     """Translates the targets: names, all matrices of the blocks, or all of these plus names."""
     names, all_linear = file.take("lora_target_modules"), file.take("lora_target_linear")
-    if all_linear is not None and all_linear.value:
+    if is_on(all_linear):
         others = [
             name for name in listed(None if names is None else names.value)
             if not str(name).endswith("_proj") and name != "all-linear"
@@ -176,7 +178,7 @@ def _preference(file: File) -> None:
             "cpo_alpha", alpha, reason + (" (axolotl's default is 1)" if alpha is None else "")
         )
     before = file.take("precompute_ref_log_probs")
-    if before is not None and before.value:
+    if is_on(before):
         file.put("preference.reference", "precomputed", before, "precompute_ref_log_probs")
 
 
@@ -192,13 +194,11 @@ def _batch(file: File) -> None:
     if whole is not None and passes is None and type(whole.value) is type(rows) is int and rows:
         passes = Entry(max(1, whole.value // rows), whole.where)  # as axolotl does
     number = 1 if passes is None else passes.value
-    known = [
-        file.keys[key].value for key in ("dp_shard_size", "dp_replicate_size") if key in file.keys
-    ]
+    sizes = (file.keys.get(key) for key in ("dp_shard_size", "dp_replicate_size"))
+    known = [entry.value for entry in sizes if entry is not None]
     if passes is None or is_one_of(number, [1]) or file.decided("training.global_batch_size"):
-        if passes is not None:
-            reason = "it follows from training.global_batch_size"
-            file.draft.without_meaning(("gradient_accumulation_steps",), passes, reason)
+        reason = "it follows from training.global_batch_size"
+        file.without_meaning("gradient_accumulation_steps", passes, reason)
         return
     if not (type(number) is int and number > 0):
         file.refuse("gradient_accumulation_steps", passes, "expected a positive whole number")
@@ -209,9 +209,7 @@ def _batch(file: File) -> None:
         reason = "needs the number of devices; set training.global_batch_size instead"
         file.refuse("gradient_accumulation_steps", passes, reason)
         return
-    devices = 1
-    for one in known:
-        devices *= one
+    devices = prod(known)
     batch = rows * number * devices
     file.put("training.global_batch_size", batch, passes)
     count = "one device" if devices == 1 else f"{devices} devices"
@@ -252,9 +250,7 @@ def _schedule(file: File) -> None:
     steps, epochs = file.take("max_steps"), file.take("num_epochs")
     if steps is not None and steps.value != -1:
         file.put("training.steps", steps.value, steps, "max_steps")
-        if epochs is not None:
-            reason = "max_steps is set, and overrides it"
-            file.draft.without_meaning(("num_epochs",), epochs, reason)
+        file.without_meaning("num_epochs", epochs, "max_steps is set, and overrides it")
     elif epochs is not None:
         file.put("training.epochs", epochs.value, epochs, "num_epochs")
     elif not file.decided("training.steps"):
@@ -283,26 +279,18 @@ def _decay(file: File) -> None:
                 file.put(f"lr_scheduler.{today}", given.pop(key), options)
     elif least is not None and name == "cosine":
         file.put("lr_scheduler.min_lr_factor", least.value, least, "cosine_min_lr_ratio")
-    elif least is not None:
-        reason = "it is for lr_scheduler: cosine"
-        file.draft.without_meaning(("cosine_min_lr_ratio",), least, reason)
+    else:
+        file.without_meaning("cosine_min_lr_ratio", least, "it is for lr_scheduler: cosine")
     if given:
         reason = f"for {name}, {', '.join(map(str, given))} is not supported"
         file.refuse("lr_scheduler_kwargs", options, reason)
-    shapes = {
-        "cosine": "cosine",
-        "cosine_with_min_lr": "cosine",
-        "linear": "linear",
-        "constant": "constant",
-        "constant_with_warmup": "constant",
-    }
-    if name not in shapes:
-        file.refuse("lr_scheduler", entry, f"expected one of {', '.join(shapes)}")
+    if name not in SCHEDULES:
+        file.refuse("lr_scheduler", entry, f"expected one of {', '.join(SCHEDULES)}")
         return
     if entry is None:
         file.default("lr_scheduler.decay_type", "cosine")
     else:
-        file.put("lr_scheduler.decay_type", shapes[name], entry, "lr_scheduler")
+        file.put("lr_scheduler.decay_type", name.partition("_")[0], entry, "lr_scheduler")
     if name == "constant" and entry is not None:  # has no warm-up, even if the file sets one
         file.put("lr_scheduler.warmup_steps", 0, entry)
         for key in ("warmup_steps", "warmup_ratio"):
@@ -324,21 +312,18 @@ def _numbers(file: File) -> None:
     elif "bf16" in given:
         file.put("training.mixed_precision_param", "float32", given["bf16"], "bf16")
     narrow = file.take("fp8")
-    if narrow is not None and narrow.value:
+    if is_on(narrow):
         file.put("training.float8", "tensorwise", narrow, "fp8")
-    recompute = file.take("gradient_checkpointing")
-    if recompute is not None:
-        file.draft.without_meaning(
-            ("gradient_checkpointing",),
-            recompute,
-            "recomputes as little as memory allows (activation_checkpoint.mode)",
-        )
+    file.ignore(
+        "gradient_checkpointing",
+        "recomputes as little as memory allows (activation_checkpoint.mode)",
+    )
     file.ignore("selective_checkpointing", "see activation_checkpoint.mode")
     attention = file.take("attn_implementation")
     if attention is not None and attention.value in ("sage", "fp8"):
         file.refuse("attn_implementation", attention, "8-bit attention is not supported")
-    elif attention is not None:
-        file.draft.without_meaning(("attn_implementation",), attention, KERNELS)
+    else:
+        file.without_meaning("attn_implementation", attention, KERNELS)
 
 
 def _saving(file: File) -> None:
@@ -346,19 +331,17 @@ def _saving(file: File) -> None:
     strategy = file.take("save_strategy")
     if strategy is not None and strategy.value == "best":
         file.put("checkpoint.keep_best", 1, strategy, "save_strategy")
-    elif strategy is not None:
+    else:
         reason = "checkpoint.interval counts steps; the last step is always saved"
-        file.draft.without_meaning(("save_strategy",), strategy, reason)
+        file.without_meaning("save_strategy", strategy, reason)
     if not file.decided("lora.base") and not file.decided("lora.rank"):
         file.default("checkpoint.last_save_in_hf", True)
-    projects = [file.take("wandb_project"), file.take("use_wandb")]
-    mode = file.take("wandb_mode")
-    asked = next((one for one in projects if one is not None and one.value), None)
-    if asked is not None and (mode is None or mode.value != "disabled"):
+    project, use, mode = (file.take(key) for key in ("wandb_project", "use_wandb", "wandb_mode"))
+    asked = project if is_on(project) else use
+    if is_on(asked) and (mode is None or mode.value != "disabled"):
         file.put("metrics.enable_wandb", True, asked, "wandb_project")
-    for key, entry in (("wandb_project", projects[0]), ("wandb_mode", mode)):
-        if entry is not None:
-            file.draft.without_meaning((key,), entry, WANDB)
+    file.without_meaning("wandb_project", project, WANDB)
+    file.without_meaning("wandb_mode", mode, WANDB)
 
 
 def _devices(file: File) -> None:
@@ -368,17 +351,16 @@ def _devices(file: File) -> None:
         if "zero1" in name or "zero2" in name:
             file.put("parallelism.sharding_stage", "zero2", deepspeed, "deepspeed")
         else:
-            file.draft.without_meaning(("deepspeed",), deepspeed, SHARDING)
+            file.without_meaning("deepspeed", deepspeed, SHARDING)
         if "offload" in name:
             file.put("training.enable_cpu_offload", True, deepspeed, "deepspeed")
     stages, (config, options) = file.take("fsdp"), file.table("fsdp_config")
     options = {key.removeprefix("fsdp_"): value for key, value in options.items()}
     for key in ("offload_params", "reshard_after_forward"):
         if key in options and config is not None:
-            file.draft.expect_bool(("fsdp_config", key), Entry(options[key], config.where))
-    for name, entry in (("fsdp", stages), ("fsdp_config", config)):
-        if entry is not None:
-            file.draft.without_meaning((name,), entry, SHARDING)
+            file.expect_bool(f"fsdp_config.{key}", Entry(options[key], config.where))
+    file.without_meaning("fsdp", stages, SHARDING)
+    file.without_meaning("fsdp_config", config, SHARDING)
     source = config or stages or file.first
     if options.get("offload_params") or (stages is not None and "offload" in str(stages.value)):
         file.put("training.enable_cpu_offload", True, source, "fsdp offload")
@@ -393,20 +375,15 @@ def _rest(file: File) -> None:
     for name in listed(None if plugins is None else plugins.value):
         if not any(one in str(name) for one in PLUGINS):
             file.refuse("plugins", plugins, f"{name} is not supported")
-    if plugins is not None:
-        file.draft.without_meaning(("plugins",), plugins, KERNELS)
+    file.without_meaning("plugins", plugins, KERNELS)
     for key, entry in list(file.keys.items()):
         if key in IGNORED or key.startswith(PLUGIN_KEYS):
             file.ignore(key, IGNORED.get(key, KERNELS))
         elif key in REFUSED:
-            harmless, reason = REFUSED[key]
-            if is_one_of(entry.value, harmless):
-                file.ignore(key, SAME)
-            else:
-                file.refuse(key, entry, reason)
+            file.expect(key, entry, *REFUSED[key])
         elif key not in KNOWN:
             near = nearest_name(key, KNOWN)
-            file.draft.problems.append(Problem(UNKNOWN, entry.where, key, entry.value, near))
+            file.problems.append(Problem(UNKNOWN, entry.where, key, entry.value, near))
         else:  # depends on a key that is missing, or whose value was refused
             file.lacks(key, entry, "has no effect without datasets; remove it")
 

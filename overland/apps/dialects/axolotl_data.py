@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.apps.dialects.axolotl_file import File, listed
-from overland.apps.dialects.draft import is_one_of
+from overland.apps.dialects.draft import is_on, is_one_of
 from overland.config.source import Entry
 from overland.files import read_json
 from overland.words import any_of, command
@@ -46,11 +46,10 @@ UNUSED: dict[str, tuple[list[Any], str]] = {
     "field_human": (["human", "user"], "the role must be named human or user"),
     "field_model": (["gpt", "assistant", "model"], "the role must be named gpt or assistant"),
     "field_system": (["system", "system_prompt"], "the column must be named system"),
-    "field_instruction": (["instruction"], "the column must be named instruction"),
-    "field_input": (["input"], "the column must be named input"),
-    "field_output": (["output"], "the column must be named output"),
-    "field_chosen": (["chosen"], "the column must be named chosen"),
-    "field_rejected": (["rejected"], "the column must be named rejected"),
+    **{
+        f"field_{name}": ([name], f"the column must be named {name}")
+        for name in ("instruction", "input", "output", "chosen", "rejected")
+    },
     "preprocess_shards": ([], ""),
 }
 TEXT_PAIRS = (
@@ -289,11 +288,10 @@ def _template(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
 
 def _learned(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
     everything = file.take("train_on_inputs")
-    if everything is not None and everything.value:
+    if is_on(everything):
         file.put("sft.learn", "all", everything, "train_on_inputs")
-    elif everything is not None:
-        reason = "prompts are not learned (sft.learn)"
-        file.draft.without_meaning(("train_on_inputs",), everything, reason)
+    else:
+        file.without_meaning("train_on_inputs", everything, "prompts are not learned (sft.learn)")
     for role, names in _table(file, entry, dataset, "roles").items():
         unknown = [str(name) for name in listed(names) if name not in ROLES.get(str(role), ())]
         if unknown:
@@ -321,9 +319,8 @@ def _unused(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
 def _packing(file: File) -> None:
     entry = file.take("sample_packing")
     if file.decided("preference.loss") or "rl" in file.keys:
-        if entry is not None:
-            file.draft.without_meaning(("sample_packing",), entry, "pairs are not packed")
-    elif entry is not None and entry.value:
+        file.without_meaning("sample_packing", entry, "pairs are not packed")
+    elif is_on(entry):
         file.put("data.packing", "best_fit", entry, "sample_packing")
         file.put("data.document_mask", True, entry)
     else:  # a sample is one row, or several if it is split
@@ -346,29 +343,29 @@ def _validation(file: File) -> None:
         column = records[0].get("field_messages") or records[0].get("field")
         if column is not None:
             file.put("validation.column", column, entry)
-    elif share is not None and share.value:
+    elif is_on(share):
         size = share.value
         whole = isinstance(size, float) and size > 1 and size.is_integer()
         file.put("data.holdout", int(size) if whole else size, share, "val_set_size")
     source = others[0] if others else share
-    if source is not None and source.value and not is_off:
+    if is_on(source) and not is_off:
         file.put("validation.enable", True, source)
         file.put("validation.steps", -1, source)
     elif is_off and strategy is not None:
         file.put("validation.enable", False, strategy, "eval_strategy")
     file.every("eval", "validation.freq", "the last step is always validated")
-    if strategy is not None and not is_off:
+    if not is_off:
         reason = "validation.freq sets how often, in steps"
-        file.draft.without_meaning(("eval_strategy",), strategy, reason)
+        file.without_meaning("eval_strategy", strategy, reason)
 
 
 def _tokens(file: File) -> None:
     """Adds new special tokens; those that the tokenizer already has keep their roles."""
     entry, given = file.table("special_tokens")
     added = listed(given.pop("additional_special_tokens", None))
-    if given.pop("pad_token", None) is not None and entry is not None:
+    if given.pop("pad_token", None) is not None:
         reason = "padding is masked; exports set a pad token"
-        file.draft.without_meaning(("special_tokens", "pad_token"), entry, reason)
+        file.without_meaning("special_tokens.pad_token", entry, reason)
     own = _named_tokens(file)
     for name, token in given.items():
         if token is None or own.get(name) == token:

@@ -4,54 +4,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from overland.apps.dialects.axolotl_keys import SWITCHES
-from overland.apps.dialects.draft import Draft
+from overland.apps.dialects.draft import SAME, Draft, path_of
 from overland.config.errors import Problem, show_value
 from overland.config.fields import sections
-from overland.config.source import Entries, Entry, Translated, nest
+from overland.config.source import Entries, Entry, KeyPath, Translated, nest
 from overland.words import command
 
 UNSET = "empty values have no effect"
-SAME = "Overland already works this way"
 
 
-@dataclass
-class File:
-    """The keys of a file that are still to be translated, and the results so far."""
+class File(Draft):
+    """The keys of a file that are still to be translated, and the results so far. Sections in
+    current keys may appear alongside axolotl's keys, and win."""
 
-    draft: Draft
-    keys: dict[str, Entry]
-    above: Entries
-    first: Entry
-    """The place that is given for defaults."""
-    taken: dict[str, Entry] = field(default_factory=dict)
-    renamed: list[str] = field(default_factory=list)
-    chosen: list[str] = field(default_factory=list)
-    lacking: list[Problem] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, entries: Entries, shown: str, above: Entries) -> File:
-        """Splits a file; sections in current keys may appear alongside axolotl's keys, and win."""
+    def __init__(self, entries: Entries, shown: str, above: Entries) -> None:
         own = {p: e for p, e in entries.items() if p[0] in sections() and len(p) > 1}
+        super().__init__(own, shown, above)
+        self.taken: dict[str, Entry] = {}
+        self.renamed: list[str] = []
+        self.chosen: list[str] = []
+        self.lacking: list[Problem] = []
         others = {path: entry for path, entry in entries.items() if path not in own}
-        values = nest(others)
         places = {path[0]: entry for path, entry in reversed(others.items())}
-        keys = {
+        self.keys = {
             key: Entry(value, places[key].where, places[key].section_where)
-            for key, value in values.items()
+            for key, value in nest(others).items()
         }
-        draft = Draft(own, shown)
-        file = cls(draft, keys, above, Entry(None, shown))
-        for key in [key for key, entry in keys.items() if entry.value in (None, {}, "", [])]:
-            draft.without_meaning((key,), keys.pop(key), UNSET)
-        for key in [key for key in SWITCHES if key in keys]:
-            if not draft.expect_bool((key,), keys[key]):
-                del keys[key]
-        return file
+        for key in [key for key, entry in self.keys.items() if entry.value in (None, {}, "", [])]:
+            self.without_meaning(key, self.keys.pop(key), UNSET)
+        for key in [key for key in SWITCHES if key in self.keys]:
+            if not self.expect_bool(key, self.keys[key]):
+                del self.keys[key]
 
     def take(self, key: str) -> Entry | None:
         """Returns the entry of a key, if set, and removes it."""
@@ -77,41 +64,25 @@ class File:
         if entry is not None:
             self.put(today, entry.value, entry, key)
 
-    def put(self, today: str, value: Any, entry: Entry, key: str = "") -> None:
+    def put(self, today: str | KeyPath, value: Any, source: Entry, key: str = "") -> bool:
         """Sets a current key; `key` is the axolotl key that it comes from."""
-        path = tuple(today.split("."))
+        assert isinstance(today, str)
         if isinstance(value, Mapping) and value:
             for name, item in value.items():
-                self.draft.put((*path, str(name)), item, entry)
-        elif not self.draft.put(path, value, entry):
-            self.draft.became(entry, f"{key or today} is ignored, since {today} is also set")
-            return
+                super().put((*path_of(today), str(name)), item, source)
+        elif not super().put(today, value, source):
+            self.became(source, f"{key or today} is ignored, since {today} is also set")
+            return False
         if key:
             self.renamed.append(f"{key} → {today}")
+        return True
 
     def default(self, today: str, value: Any) -> None:
         """Sets axolotl's default for a key that the file does not set."""
-        path = tuple(today.split("."))
-        if path not in self.draft.entries and path not in self.above:
-            self.draft.put(path, value, self.first)
+        path = path_of(today)
+        if path not in self.entries and path not in self.above:
+            super().put(path, value, self.first)
             self.chosen.append(f"{today} = {show_value(value)}")
-
-    def decided(self, today: str) -> bool:
-        """Returns whether the file or the command line sets a current key, or a part of it."""
-        path = tuple(today.split("."))
-        return any(one[: len(path)] == path for one in (*self.above, *self.draft.entries))
-
-    def set_to(self, today: str) -> Any:
-        """Returns the value of a current key, if it has one."""
-        path = tuple(today.split("."))
-        entry = self.above.get(path) or self.draft.entries.get(path)
-        return None if entry is None else entry.value
-
-    def note(self, entry: Entry | None, text: str) -> None:
-        self.draft.note(entry or self.first, text)
-
-    def refuse(self, key: str, entry: Entry | None, reason: str) -> None:
-        self.draft.refuse((key,), entry or self.first, reason)
 
     def lacks(self, key: str, entry: Entry | None, reason: str) -> None:
         """Reports that another key is missing, unless it may be there under a misspelled name or
@@ -120,9 +91,7 @@ class File:
         self.lacking.append(Problem(reason, source.where, key, source.value))
 
     def ignore(self, key: str, reason: str) -> None:
-        entry = self.take(key)
-        if entry is not None:
-            self.draft.without_meaning((key,), entry, reason)
+        self.without_meaning(key, self.take(key), reason)
 
     def every(self, what: str, today: str, otherwise: str) -> None:
         """Translates the steps between saves or validations. Steps per epoch are not known here."""
@@ -134,27 +103,25 @@ class File:
             steps = int(entry.value) if whole else entry.value
             self.put(today, steps, entry, f"{what}_steps")
         if per_epoch is not None:
-            self.note(
-                per_epoch,
-                f"{what}s_per_epoch has no equivalent; set {today}, in steps; {otherwise}",
-            )
+            text = f"{what}s_per_epoch has no equivalent; set {today}, in steps; {otherwise}"
+            self.note(per_epoch, text)
 
-    def finish(self) -> Translated:
+    def finish(self, about: str = "") -> Translated:
         """Returns the result, with a note for every key; keys without one match what Overland
         does."""
-        if not self.draft.problems:
-            self.draft.problems.extend(self.lacking)
-        name, problems = self.first.where, [str(one) for one in self.draft.problems]
-        said = "\n".join([*self.renamed, *self.draft.finish().notes, *problems])
+        if not self.problems:
+            self.problems.extend(self.lacking)
+        problems = [str(one) for one in self.problems]
+        said = "\n".join([*self.renamed, *super().finish().notes, *problems])
         for key, entry in self.taken.items():
             if not re.search(rf"\b{re.escape(key)}\b", said):
-                self.draft.without_meaning((key,), entry, SAME)
-        about = f"{name}: an axolotl config"
-        done = self.draft.finish(about)
+                self.without_meaning(key, entry, SAME)
+        about = f"{self.first.where}: an axolotl config"
+        done = super().finish(about)
         first = [f"{about}, read as: {', '.join(self.renamed)}"]
         routine = done.routine | {first[0]}
         if self.chosen:
-            first.append(f"{name}: axolotl's defaults: {', '.join(self.chosen)}")
+            first.append(f"{self.first.where}: axolotl's defaults: {', '.join(self.chosen)}")
         return done._replace(notes=first + done.notes, routine=routine)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from overland.apps.dialects.draft import Draft, is_one_of
+from overland.apps.dialects.draft import SAME, Draft, is_one_of, path_of
 from overland.apps.dialects.torchtitan_keys import (
     EXPERTS,
     IGNORED,
@@ -24,12 +24,9 @@ from overland.apps.dialects.torchtitan_keys import (
 from overland.config.source import Entries, Entry, KeyPath, Translated
 
 HARMLESS = "torchtitan's default values, so nothing is lost"
-SAME = "Overland already works this way"
-WEIGHTS_IN_HF = ("checkpoint", "initial_load_in_hf")
-INITIAL_WEIGHTS = ("checkpoint", "initial_load_path")
-ASSETS = ("model", "hf_assets_path")
-MODEL_FROM = ("model", "from")
-FLOAT8 = ("training", "float8")
+WEIGHTS_IN_HF = "checkpoint.initial_load_in_hf"
+INITIAL_WEIGHTS = "checkpoint.initial_load_path"
+ASSETS = "model.hf_assets_path"
 NO_CONVERTER = "there are no converters; set training.float8 for float8"
 
 
@@ -41,34 +38,31 @@ def translate_torchtitan(
     old = {path: entry for path, entry in entries.items() if _is_old(path, entry)}
     draft = Draft({path: e for path, e in entries.items() if path not in old}, shown)
     for path, entry in old.items():
-        dotted = ".".join(path)
-        if dotted in SPECIAL:
-            SPECIAL[dotted](draft, path, entry)
-        elif dotted in RENAMED:
-            draft.rename(path, todays_key(path), entry.value, entry)
-        elif dotted in REFUSED:
-            harmless, reason = REFUSED[dotted]
-            if is_one_of(entry.value, harmless):
-                at_default = is_one_of(entry.value, harmless[:1])
-                draft.without_meaning(path, entry, HARMLESS if at_default else SAME)
-            else:
-                draft.refuse(path, entry, reason)
-        elif dotted in IGNORED:
-            default, reason = IGNORED[dotted]
-            draft.without_meaning(path, entry, HARMLESS if entry.value == default else reason)
+        key = ".".join(path)
+        if key in SPECIAL:
+            SPECIAL[key](draft, key, entry)
+        elif key in RENAMED:
+            draft.move(key, RENAMED[key], entry.value, entry)
+        elif key in REFUSED:
+            harmless, reason = REFUSED[key]
+            same = HARMLESS if is_one_of(entry.value, harmless[:1]) else SAME
+            draft.expect(key, entry, harmless, reason, same)
+        elif key in IGNORED:
+            default, reason = IGNORED[key]
+            draft.without_meaning(key, entry, HARMLESS if entry.value == default else reason)
         elif reason := _ignored_section(path):
-            draft.without_meaning(path, entry, HARMLESS if entry.value is False else reason)
+            draft.without_meaning(key, entry, HARMLESS if entry.value is False else reason)
         elif entry.value != {}:
-            draft.refuse(path, entry, UNKNOWN)
-    if old.get(WEIGHTS_IN_HF) is not None:
-        _weights_from_assets(draft, old[WEIGHTS_IN_HF], {**below, **draft.entries, **above})
+            draft.refuse(key, entry, UNKNOWN)
+    if (asked := old.get(path_of(WEIGHTS_IN_HF))) is not None:
+        _weights_from_assets(draft, asked, {**below, **draft.entries, **above})
     return draft.finish(f"{shown}: has keys of torchtitan")
 
 
 def todays_key(path: KeyPath) -> KeyPath:
     """Returns the current name of a renamed key; any other key is returned unchanged."""
     new = RENAMED.get(".".join(path))
-    return tuple(new.split(".")) if new else path
+    return path_of(new) if new else path
 
 
 def _is_old(path: KeyPath, entry: Entry) -> bool:
@@ -85,13 +79,13 @@ def _ignored_section(path: KeyPath) -> str:
     return next((IGNORED_SECTIONS[name] for name in tables if name in IGNORED_SECTIONS), "")
 
 
-def _flavor(draft: Draft, path: KeyPath, entry: Entry) -> None:
+def _flavor(draft: Draft, key: str, entry: Entry) -> None:
     """Translates 8B_flex and 8B_varlen: 8B with attention within documents."""
     size, _, kind = entry.value.removesuffix("_attn").rpartition("_")
-    draft.entries[path] = Entry(size, entry.where, entry.section_where)
+    draft.put(key, size, entry)
     backend = {"flex": "flex", "varlen": "auto"}[kind]
-    draft.put(("model", "attention"), backend, entry)
-    draft.put(("data", "document_mask"), True, entry)
+    draft.put("model.attention", backend, entry)
+    draft.put("data.document_mask", True, entry)
     draft.became(
         entry,
         f'model.flavor = "{entry.value}" is now model.flavor = "{size}" with model.attention = '
@@ -99,58 +93,54 @@ def _flavor(draft: Draft, path: KeyPath, entry: Entry) -> None:
     )
 
 
-def _name(draft: Draft, path: KeyPath, entry: Entry) -> None:
+def _name(draft: Draft, key: str, entry: Entry) -> None:
     today = OLD_NAMES[entry.value]
-    draft.entries[path] = Entry(today, entry.where, entry.section_where)
+    draft.put(key, today, entry)
     draft.became(entry, f'model.name = "{entry.value}" is now "{today}"')
 
 
-def _converters(draft: Draft, path: KeyPath, entry: Entry) -> None:
+def _converters(draft: Draft, key: str, entry: Entry) -> None:
     names = _names(entry.value)
     if not names:
-        draft.without_meaning(path, entry, HARMLESS)
+        draft.without_meaning(key, entry, HARMLESS)
     for name in names:
         if name in ("quantize.linear.float8", "float8"):
             _narrow(draft, f'"{name}" in model.converters', entry)
         elif "grouped_mm" in name:
             draft.became(entry, f'"{name}" in model.converters is ignored: {EXPERTS}')
         elif name.endswith("mx"):
-            draft.refuse(path, entry, f'"{name}" is not supported: {MX}; {NO_CONVERTER}')
+            draft.refuse(key, entry, f'"{name}" is not supported: {MX}; {NO_CONVERTER}')
         else:
-            draft.refuse(path, entry, f'"{name}" is not known: {NO_CONVERTER}')
+            draft.refuse(key, entry, f'"{name}" is not known: {NO_CONVERTER}')
 
 
-def _float8(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    if not draft.expect_bool(path, entry):
+def _float8(draft: Draft, key: str, entry: Entry) -> None:
+    if not draft.expect_bool(key, entry):
         return
     if entry.value:
-        _narrow(draft, ".".join(path), entry)
+        _narrow(draft, key, entry)
     else:
-        draft.without_meaning(path, entry, HARMLESS)
+        draft.without_meaning(key, entry, HARMLESS)
 
 
 def _narrow(draft: Draft, asked: str, entry: Entry) -> None:
-    if draft.put(FLOAT8, "tensorwise", entry):
-        draft.became(
-            entry, f'{asked} is now training.float8 = "tensorwise"; the head is not float8'
-        )
-    else:
-        draft.became(entry, f"{asked} is ignored, since training.float8 is also set")
+    text = f'{asked} is now training.float8 = "tensorwise"; the head is not float8'
+    draft.move(asked, "training.float8", "tensorwise", entry, text)
 
 
-def _norm_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
+def _norm_type(draft: Draft, key: str, entry: Entry) -> None:
     """rmsnorm, fused_rmsnorm and compiled_rmsnorm compute the same. Any other value is passed to
     the model, which refuses norms that it does not have."""
     if str(entry.value).endswith("rmsnorm"):
-        draft.without_meaning(path, entry, "RMSNorm is the default norm")
+        draft.without_meaning(key, entry, "RMSNorm is the default norm")
     else:
-        draft.rename(path, ("model", "overrides", "norm_type"), entry.value, entry)
+        draft.move(key, "model.overrides.norm_type", entry.value, entry)
 
 
-def _tokenizer_path(draft: Draft, path: KeyPath, entry: Entry) -> None:
+def _tokenizer_path(draft: Draft, key: str, entry: Entry) -> None:
     """Replaces a tokenizer file by its folder; Meta's own file is in `original/`."""
     if not isinstance(entry.value, str):
-        draft.without_meaning(path, entry, HARMLESS)
+        draft.without_meaning(key, entry, HARMLESS)
         return
     folder = PurePosixPath(entry.value)
     if folder.suffix in (".model", ".json") or Path(entry.value).is_file():
@@ -158,94 +148,80 @@ def _tokenizer_path(draft: Draft, path: KeyPath, entry: Entry) -> None:
     if folder.name == "original":
         folder = folder.parent
     value = str(folder) if not entry.value.startswith("./") else f"./{folder}"
-    if draft.put(ASSETS, value, entry):
-        draft.became(
-            entry,
-            f'model.tokenizer_path is now model.hf_assets_path = "{value}", the folder that holds '
-            "the tokenizer",
-        )
-    else:
-        draft.became(
-            entry, "model.tokenizer_path is ignored, since model.hf_assets_path is also set"
-        )
+    text = f'{key} is now {ASSETS} = "{value}", the folder that holds the tokenizer'
+    draft.move(key, ASSETS, value, entry, text)
 
 
-def _color(draft: Draft, path: KeyPath, entry: Entry) -> None:
+def _color(draft: Draft, key: str, entry: Entry) -> None:
     value = not entry.value if isinstance(entry.value, bool) else entry.value
-    draft.rename(path, ("metrics", "disable_color_printing"), value, entry)
+    draft.move(key, "metrics.disable_color_printing", value, entry)
 
 
-def _checkpoint_folder(draft: Draft, path: KeyPath, entry: Entry) -> None:
+def _checkpoint_folder(draft: Draft, key: str, entry: Entry) -> None:
     """Translates the folder; the first versions saved nothing if it was empty."""
     if entry.value == "":
-        draft.rename(path, ("checkpoint", "enable"), False, entry)
+        draft.move(key, "checkpoint.enable", False, entry)
     else:
-        draft.rename(path, ("checkpoint", "folder"), entry.value, entry)
+        draft.move(key, "checkpoint.folder", entry.value, entry)
 
 
-def _recompute_option(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    draft.entries[path] = Entry(str(entry.value), entry.where, entry.section_where)
+def _recompute_option(draft: Draft, key: str, entry: Entry) -> None:
+    draft.put(key, str(entry.value), entry)
 
 
-def _interval_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    if str(entry.value).startswith("step"):
-        draft.without_meaning(path, entry, HARMLESS)
-    elif (interval := draft.entries.get(("checkpoint", "interval"))) is not None and str(
-        entry.value
-    ).startswith("second"):
-        seconds = interval.value
-        if type(seconds) not in (int, float):
+def _interval_type(draft: Draft, key: str, entry: Entry) -> None:
+    kind, interval = str(entry.value), draft.entries.get(("checkpoint", "interval"))
+    if kind.startswith("step"):
+        draft.without_meaning(key, entry, HARMLESS)
+    elif interval is not None and kind.startswith("second"):
+        if type(interval.value) not in (int, float):
             return  # validation refuses it
         del draft.entries["checkpoint", "interval"]
-        draft.put(("checkpoint", "interval_minutes"), seconds / 60, interval)
+        draft.put("checkpoint.interval_minutes", interval.value / 60, interval)
         draft.became(entry, "checkpoint.interval in seconds is now checkpoint.interval_minutes")
     else:
         draft.note(
             entry,
-            f'checkpoint.interval_type = "{entry.value}" is ignored: checkpoint.interval counts '
-            "steps, so check its value",
+            f'{key} = "{kind}" is ignored: checkpoint.interval counts steps, so check its value',
         )
 
 
-def _async_mode(draft: Draft, path: KeyPath, entry: Entry) -> None:
+def _async_mode(draft: Draft, key: str, entry: Entry) -> None:
     """Copies always go through pinned memory here."""
-    draft.entries[path] = Entry("async", entry.where, entry.section_where)
+    draft.put(key, "async", entry)
 
 
-def _exclude_from_loading(draft: Draft, path: KeyPath, entry: Entry) -> None:
+def _exclude_from_loading(draft: Draft, key: str, entry: Entry) -> None:
     left_out = _names(entry.value)
     if not left_out:
-        draft.without_meaning(path, entry, HARMLESS)
-    if "optimizer" in left_out and draft.put(("checkpoint", "skip_optimizer"), True, entry):
-        draft.became(
-            entry, "optimizer in checkpoint.exclude_from_loading is now checkpoint.skip_optimizer"
-        )
+        draft.without_meaning(key, entry, HARMLESS)
+    if "optimizer" in left_out and draft.put("checkpoint.skip_optimizer", True, entry):
+        draft.became(entry, f"optimizer in {key} is now checkpoint.skip_optimizer")
     others = [name for name in left_out if name != "optimizer"]
     if others:
-        draft.refuse(
-            path, entry, f"only the optimizer can be excluded from loading, not {', '.join(others)}"
-        )
+        reason = f"only the optimizer can be excluded from loading, not {', '.join(others)}"
+        draft.refuse(key, entry, reason)
 
 
-def _weights_in_hf(draft: Draft, path: KeyPath, entry: Entry) -> None:
+def _weights_in_hf(draft: Draft, key: str, entry: Entry) -> None:
     """Handled in `_weights_from_assets`, since it depends on other keys."""
 
 
 def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
     """With initial_load_in_hf and no path, torchtitan starts from the weights in hf_assets_path."""
-    assets = known.get(ASSETS)
+    assets = known.get(path_of(ASSETS))
+    given = path_of(INITIAL_WEIGHTS) in known or path_of("model.from") in known
     if not draft.expect_bool(WEIGHTS_IN_HF, asked):
         return
-    if asked.value is not True or INITIAL_WEIGHTS in known or MODEL_FROM in known:
+    if not asked.value or given:
         draft.without_meaning(WEIGHTS_IN_HF, asked, "the format of the weights is detected")
-        return
-    if assets is None:
-        reason = "no weights are given; set checkpoint.initial_load_path to their folder"
+    elif assets is None:
+        reason = f"no weights are given; set {INITIAL_WEIGHTS} to their folder"
         draft.refuse(WEIGHTS_IN_HF, asked, reason)
-        return
-    draft.put(INITIAL_WEIGHTS, assets.value, asked)
-    text = "without initial_load_path is now checkpoint.initial_load_path"
-    draft.became(asked, f'checkpoint.initial_load_in_hf {text} = "{assets.value}"')
+    else:
+        draft.put(INITIAL_WEIGHTS, assets.value, asked)
+        text = f"without initial_load_path is now {INITIAL_WEIGHTS}"
+        draft.became(asked, f'{WEIGHTS_IN_HF} {text} = "{assets.value}"')
 
 
 def _names(value: Any) -> list[str]:
@@ -256,7 +232,7 @@ def _names(value: Any) -> list[str]:
 
 OLD_NAMES = {"llama": "llama2", "llama3_ft": "llama3"}
 
-SPECIAL: dict[str, Callable[[Draft, KeyPath, Entry], None]] = {
+SPECIAL: dict[str, Callable[[Draft, str, Entry], None]] = {
     "model.flavor": _flavor,
     "model.name": _name,
     "model.converters": _converters,

@@ -44,6 +44,9 @@ RENAMED: dict[str, str] = {
 MX = "float8 uses one scale per tensor, not one per block"
 GATHERED = "weights are gathered in training.mixed_precision_param and scaled in every pass"
 EXPERTS = "only dense models are supported, without experts"
+LOSS_PARALLEL = "the loss is always parallel with tensor parallelism"
+COMPILED = "the backward pass is compiled block by block"
+ROTATED = "keys and values are always gathered"
 FUSED = "the optimizer is always fused"
 STAGES = "Overland itself divides the layers among stages, by their cost"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
@@ -75,24 +78,10 @@ IGNORED: dict[str, tuple[Any, str]] = {
         "parallelism.sharding_stage sets the kind of data parallelism",
     ),
     "training.checkpoint_interval_type": ("steps", "checkpoint.interval counts steps"),
-    "training.enable_loss_parallel": (True, "the loss is always parallel with tensor parallelism"),
-    "training.disable_loss_parallel": (
-        False,
-        "the loss is always parallel with tensor parallelism",
-    ),
-    "training.dataloader.num_workers": (0, LOADER),
-    "training.dataloader.persistent_workers": (False, LOADER),
-    "training.dataloader.pin_memory": (False, LOADER),
-    "training.dataloader.prefetch_factor": (None, LOADER),
-    "validation.dataloader.num_workers": (0, LOADER),
-    "validation.dataloader.persistent_workers": (False, LOADER),
-    "validation.dataloader.pin_memory": (False, LOADER),
-    "validation.dataloader.prefetch_factor": (None, LOADER),
-    "parallelism.disable_loss_parallel": (
-        False,
-        "the loss is always parallel with tensor parallelism",
-    ),
-    "parallelism.enable_compiled_autograd": (False, "the backward pass is compiled block by block"),
+    "training.enable_loss_parallel": (True, LOSS_PARALLEL),
+    "training.disable_loss_parallel": (False, LOSS_PARALLEL),
+    "parallelism.disable_loss_parallel": (False, LOSS_PARALLEL),
+    "parallelism.enable_compiled_autograd": (False, COMPILED),
     "parallelism.module_fqns_per_model_part": (None, STAGES),
     "parallelism.pipeline_parallel_first_stage_less_layers": (1, STAGES),
     "parallelism.pipeline_parallel_last_stage_less_layers": (1, STAGES),
@@ -105,10 +94,7 @@ IGNORED: dict[str, tuple[Any, str]] = {
         "headtail",
         "sequences are always balanced head to tail",
     ),
-    "parallelism.context_parallel_rotate_method": (
-        "allgather",
-        "keys and values are always gathered",
-    ),
+    "parallelism.context_parallel_rotate_method": ("allgather", ROTATED),
     "parallelism.expert_parallel_degree": (1, EXPERTS),
     "parallelism.expert_tensor_parallel_degree": (1, EXPERTS),
     "parallelism.expert_parallel_comm_backend": ("standard", EXPERTS),
@@ -127,19 +113,21 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "comm.trace_buf_size": (20000, FLIGHT),
     "comm.save_traces_folder": ("comm_traces", FLIGHT),
     "comm.save_traces_file_prefix": ("rank_", FLIGHT),
-    "experimental.enable_compiled_autograd": (
-        False,
-        "the backward pass is compiled block by block",
-    ),
+    "experimental.enable_compiled_autograd": (False, COMPILED),
     "experimental.pipeline_parallel_split_points": ([], STAGES),
     "experimental.pipeline_parallel_schedule_csv": ("", STAGES),
     "experimental.pipeline_parallel_microbatches": (None, STAGES),
-    "experimental.context_parallel_rotate_method": (
-        "allgather",
-        "keys and values are always gathered",
-    ),
+    "experimental.context_parallel_rotate_method": ("allgather", ROTATED),
     "debug.moe_force_load_balance": (False, EXPERTS),
 }
+
+for _section in ("training", "validation"):
+    IGNORED |= {
+        f"{_section}.dataloader.num_workers": (0, LOADER),
+        f"{_section}.dataloader.persistent_workers": (False, LOADER),
+        f"{_section}.dataloader.pin_memory": (False, LOADER),
+        f"{_section}.dataloader.prefetch_factor": (None, LOADER),
+    }
 
 # Keys of float8, under both names of the section.
 for _section in ("quantize.linear.float8", "float8"):
