@@ -78,7 +78,7 @@ def build_run(
     screen = screen or Screen(rank=world.rank, is_shown=world.rank in log_ranks, beat=beat)
     report = screen.print
     set_seeds(config.debug)
-    folder = RunFolder.of(config)
+    folder = RunFolder(config)
     folder.root.mkdir(parents=True, exist_ok=True)
     degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
     mesh = build_mesh(degrees, device.type)
