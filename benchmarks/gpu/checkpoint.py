@@ -39,8 +39,9 @@ from overland.data.batch import Batch
 from overland.parallel.comm import process_group
 from overland.training.build import build_run
 from overland.training.loop import open_data
+from overland.training.resume import load_tensors
 from overland.training.run import Run
-from overland.training.state import load_tensors, run_facts, run_tensors, saved_state
+from overland.training.state import run_facts, run_tensors, saved_state
 from overland.training.step import train_step
 from overland.world import World
 

@@ -231,8 +231,8 @@ def measure(world: World, config: JobConfig) -> tuple[float, float, int, int]:
     from overland.config.derived import resolve_degrees
     from overland.training.build import build_run
     from overland.training.callbacks import Callback, Record
+    from overland.training.fit import estimate
     from overland.training.loop import train
-    from overland.training.out_of_memory import estimate
     from overland.training.run import Run
     from overland.world.devices import device_type
 

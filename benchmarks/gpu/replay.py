@@ -24,8 +24,8 @@ from overland.parallel.whole import Replayed
 from overland.training.build import build_run
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
+from overland.training.resume import restore
 from overland.training.run import Run
-from overland.training.state import restore
 from overland.world import World
 from overland.world.devices import device_type
 

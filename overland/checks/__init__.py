@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from overland.checks import adapters, effect, files, hyperparameters, machine, model, parallelism
-from overland.checks.model import with_new_tokens
+from overland.checks.model import Check, with_new_tokens
 from overland.config.derived import smallest_world
 from overland.config.errors import ConfigError, Problem, ProblemKind
 from overland.config.load import Loaded, in_order, load_config
@@ -20,7 +20,6 @@ from overland.world import devices
 
 __all__ = ["check_config", "check_sizes", "load_checked", "require"]
 
-Check = Callable[[Loaded], Iterator[Problem]]
 SizedCheck = Callable[[Loaded, int | None], Iterator[Problem]]
 
 # custom_import comes first, so that later checks know what it registers.

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from overland.checks.model import needs_model
 from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
-from overland.errors import CheckpointError, ModelError, sentence
+from overland.errors import CheckpointError, sentence
 from overland.models.flops import outline_of, trained_parameters
 from overland.models.lora_targets import is_adapter, is_saved_whole
 from overland.models.registry import model_config
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from overland.checkpoint.lazy import Lazy
 
 
+@needs_model
 def check_adapter(loaded: Loaded) -> Iterator[Problem]:
     """Compares names and shapes with those of the model, and looks for values that are not
     finite."""
@@ -33,10 +35,7 @@ def check_adapter(loaded: Loaded) -> Iterator[Problem]:
     if loaded.config.checkpoint.initial_load_path is None:
         message = "adapters need the base model that they were trained with; set model.from"
         yield Problem(message, loaded.where(key), key, folder)
-    try:
-        wanted = trained_parameters(model_config(loaded.config.model), loaded.config.lora)
-    except (ModelError, OSError):
-        return  # another check reports it
+    wanted = trained_parameters(model_config(loaded.config.model), loaded.config.lora)
     try:
         weights: Mapping[str, Lazy] = plugin("formats").open_peft(Path(folder)).weights()
         found = {name: lazy.shape for name, lazy in weights.items()}
@@ -89,16 +88,13 @@ def _damaged(loaded: Loaded, adapters: Mapping[str, Lazy]) -> Iterator[Problem]:
         return
 
 
+@needs_model
 def check_saved_modules(loaded: Loaded) -> Iterator[Problem]:
     """Refuses to train a tied matrix under only one of its two names."""
     key, lora = "lora.modules_to_save", loaded.config.lora
     if not lora.rank or not lora.modules_to_save:
         return
-    try:
-        ties = ties_in(loaded.config)
-    except (ModelError, OSError):
-        return
-    for one, owner in ties.items():
+    for one, owner in ties_in(loaded.config).items():
         if is_saved_whole(one, lora) and not is_saved_whole(owner, lora):
             module, other = (name.removesuffix(".weight") for name in (one, owner))
             message = (

@@ -36,6 +36,25 @@ class HiddenBy(NamedTuple):
     """Whether a file may keep the keys, because something is switched off."""
 
 
+def while_off(switch: str, *keys: str, why: str = "") -> HiddenBy:
+    """Keys of something that is switched off."""
+    is_off = lambda config: value_of(config, switch) in (None, False, "off")
+    return HiddenBy(keys, is_off, why or f"set {switch} = true", is_switch=True)
+
+
+def only_with(
+    other: str, *values: str, keys: tuple[str, ...], by: tuple[str, ...] = ()
+) -> HiddenBy:
+    """Keys that only some values of another key read; the last one is named."""
+    is_hidden = lambda config: value_of(config, other) not in values
+    return HiddenBy(keys, is_hidden, f'only {other} = "{values[-1]}" reads it', (other, *by))
+
+
+def value_of(config: JobConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
 def inside(section: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names)
 
@@ -45,23 +64,22 @@ def all_but(section: str, *others: str) -> tuple[str, ...]:
     return tuple(key for key in keys if key.partition(".")[2] not in others)
 
 
-def takes_arrays(config: JobConfig) -> bool:
+def takes(config: JobConfig, arrays: bool) -> bool:
+    """Whether the model takes arrays, or tokens; neither is known of one that cannot be built."""
     try:
-        return sample_fields(model_config(config.model)) is not None
+        return arrays == (sample_fields(model_config(config.model)) is not None)
     except (OverlandError, OSError):  # another check reports it
-        return False
-
-
-def takes_tokens(config: JobConfig) -> bool:
-    try:
-        return sample_fields(model_config(config.model)) is None
-    except (OverlandError, OSError):
         return False
 
 
 def is_all_made(config: JobConfig) -> bool:
     """Whether all training data is generated on the fly."""
     return all(is_made(*one) for one in sources_of(config).items())
+
+
+def has_random_images(config: JobConfig) -> bool:
+    asked = ((source.dataset or name) == "random" for name, source in sources_of(config).items())
+    return config.images.if_missing != "error" or any(asked)
 
 
 def names_no_set(config: JobConfig) -> bool:
@@ -72,6 +90,7 @@ def names_no_set(config: JobConfig) -> bool:
     return bool(validation.enable) and not is_named and others
 
 
+MADE = "random tokens and images that are drawn"
 RULES = [
     # The data
     HiddenBy(
@@ -95,63 +114,49 @@ RULES = [
     HiddenBy(
         ("data.holdout",),
         lambda c: bool(c.data.holdout) and is_all_made(c),
-        "random tokens and images that are drawn have no documents to hold out",
+        f"{MADE} have no documents to hold out",
     ),
     HiddenBy(
         inside("data", "add_bos", "add_eos", "bad_documents"),
         is_all_made,
-        "random tokens and images that are drawn are not read from documents",
+        f"{MADE} are not read from documents",
         ("training.dataset",),
     ),
-    HiddenBy(
-        ("data.last_block",),
-        lambda c: c.data.packing != "pack",
-        'only data.packing = "pack" cuts documents at the end of a window',
-        ("data.packing", "sft.shape", "preference.loss"),
+    only_with(
+        "data.packing", "pack", keys=("data.last_block",), by=("sft.shape", "preference.loss")
     ),
     HiddenBy(
         ("data.document_mask",),
         lambda c: c.data.packing in ("trunc", "overflow"),
         "with this data.packing no sequence has two documents",
-        ("data.packing",),
         is_switch=True,
     ),
     HiddenBy(
         ("training.seq_len",),
-        takes_arrays,
+        lambda c: takes(c, arrays=True),
         "each row of this model is one sample of arrays",
         ("model.name",),
     ),
     HiddenBy(
         inside("images", "pad", "instance_norm", "shape", "count", "segment_size", "if_missing"),
-        takes_tokens,
+        lambda c: takes(c, arrays=False),
         "this model takes tokens, not images",
         ("model.name", "model.from", "model.config"),
     ),
     HiddenBy(
-        inside("images", "shape"),
-        lambda c: (
-            c.images.if_missing == "error"
-            and not any((s.dataset or name) == "random" for name, s in sources_of(c).items())
-        ),
+        ("images.shape",),
+        lambda c: not has_random_images(c),
         "the images of this config are not random",
-        ("training.dataset", "training.dataset_path"),
         is_switch=True,
     ),
-    HiddenBy(
-        ("images.segment_size",),
-        lambda c: c.checkpoint.full_format != "torch",
-        'only checkpoint.full_format = "torch" records segments',
-        ("checkpoint.full_format",),
-    ),
-    # The model
+    only_with("checkpoint.full_format", "torch", keys=("images.segment_size",)),
+    # The model and its learning rate
     HiddenBy(
         ("model.flavor",),
         lambda c: c.model.config is not None,
         "the architecture comes from model.config or model.from",
         ("model.config", "model.from"),
     ),
-    # The learning rate
     HiddenBy(
         inside("lr_scheduler", "decay_ratio", "min_lr", "min_lr_factor"),
         lambda c: c.lr_scheduler.decay_type == "constant",
@@ -162,22 +167,11 @@ RULES = [
         ("lr_scheduler.total_steps",),
         lambda c: c.lr_scheduler.decay_type == "constant" and c.lr_scheduler.warmup_ratio is None,
         'lr_scheduler.decay_type = "constant" has no end',
-        ("lr_scheduler.decay_type",),
         is_switch=True,
     ),
     # Losses
-    HiddenBy(
-        ("preference.label_smoothing",),
-        lambda c: c.preference.loss not in ("off", "dpo"),
-        'only preference.loss = "dpo" has it',
-        ("preference.loss",),
-    ),
-    HiddenBy(
-        ("preference.simpo_gamma",),
-        lambda c: c.preference.loss not in ("off", "simpo"),
-        'only preference.loss = "simpo" has it',
-        ("preference.loss",),
-    ),
+    only_with("preference.loss", "off", "dpo", keys=("preference.label_smoothing",)),
+    only_with("preference.loss", "off", "simpo", keys=("preference.simpo_gamma",)),
     HiddenBy(
         ("preference.reference",),
         lambda c: c.preference.loss not in ("off", "dpo", "ipo"),
@@ -198,13 +192,6 @@ RULES = [
         ("checkpoint.type",),
     ),
     HiddenBy(
-        ("checkpoint.export_dtype",),
-        lambda c: not c.checkpoint.last_save_in_hf,
-        "nothing is exported; set checkpoint.last_save_in_hf = true",
-        ("checkpoint.last_save_in_hf",),
-        is_switch=True,
-    ),
-    HiddenBy(
         ("checkpoint.keep_every",),
         lambda c: c.checkpoint.keep_latest_k == 0,
         "checkpoint.keep_latest_k = 0 keeps all",
@@ -216,23 +203,29 @@ RULES = [
         "nothing is saved; set checkpoint.enable = true",
         ("checkpoint.enable",),
     ),
-    HiddenBy(
-        all_but("checkpoint", "enable", "resume", "initial_load_path", "last_save_in_hf",
-                "export_dtype", "stop_after_minutes", "walltime_margin_minutes", "allow_changes",
-                "skip_optimizer"),
-        lambda c: not c.checkpoint.enable,
-        "nothing is saved; set checkpoint.enable = true",
-        ("checkpoint.enable",),
-        is_switch=True,
+    while_off(
+        "checkpoint.enable",
+        *all_but(
+            "checkpoint",
+            "enable",
+            "resume",
+            "initial_load_path",
+            "last_save_in_hf",
+            "export_dtype",
+            "stop_after_minutes",
+            "walltime_margin_minutes",
+            "allow_changes",
+            "skip_optimizer",
+        ),
+        why="nothing is saved; set checkpoint.enable = true",
+    ),
+    while_off(
+        "checkpoint.last_save_in_hf",
+        "checkpoint.export_dtype",
+        why="nothing is exported; set checkpoint.last_save_in_hf = true",
     ),
     # Validation and samples
-    HiddenBy(
-        all_but("validation", "enable"),
-        lambda c: not c.validation.enable,
-        "set validation.enable = true",
-        ("validation.enable",),
-        is_switch=True,
-    ),
+    while_off("validation.enable", *all_but("validation", "enable")),
     HiddenBy(
         inside("validation", "column", "subset", "split"),
         names_no_set,
@@ -258,11 +251,9 @@ RULES = [
         "set profiling.enable_profiling = true",
         ("profiling.enable_profiling",),
     ),
-    HiddenBy(
-        all_but("profiling", "enable_profiling", "enable_memory_snapshot"),
-        lambda c: not c.profiling.enable_profiling,
-        "set profiling.enable_profiling = true",
-        is_switch=True,
+    while_off(
+        "profiling.enable_profiling",
+        *all_but("profiling", "enable_profiling", "enable_memory_snapshot"),
     ),
     HiddenBy(
         ("profiling.save_memory_snapshot_folder",),
@@ -270,18 +261,14 @@ RULES = [
         "set profiling.enable_memory_snapshot = true",
         is_switch=True,
     ),
-    HiddenBy(
-        inside("compile", "backend", "cuda_graphs"),
-        lambda c: c.compile.enable is False,
-        "compile.enable is false",
-        is_switch=True,
+    while_off("compile.enable", *inside("compile", "backend", "cuda_graphs")),
+    while_off("metrics.enable_tensorboard", "metrics.save_tb_folder"),
+    while_off(
+        "health.spike_guard",
+        *inside("health", "spike_threshold", "spike_window"),
+        why="health.spike_guard is off",
     ),
-    HiddenBy(
-        ("metrics.save_tb_folder",),
-        lambda c: not c.metrics.enable_tensorboard,
-        "metrics.enable_tensorboard is false",
-        is_switch=True,
-    ),
+    while_off("debug.deterministic", "debug.deterministic_warn_only"),
     HiddenBy(
         ("activation_checkpoint.selective_ac_option",),
         lambda c: c.activation_checkpoint.mode == "auto",
@@ -298,7 +285,6 @@ RULES = [
         ("activation_checkpoint.memory_budget",),
         lambda c: c.activation_checkpoint.mode != "memory_budget",
         'only activation_checkpoint.mode = "memory_budget" reads it',
-        ("activation_checkpoint.mode",),
         is_switch=True,
     ),
     HiddenBy(
@@ -311,22 +297,9 @@ RULES = [
         ("parallelism.enable_async_tensor_parallel",),
         lambda c: c.parallelism.tensor_parallel_degree == 1,
         "parallelism.tensor_parallel_degree is 1",
-        ("parallelism.tensor_parallel_degree",),
         is_switch=True,
     ),
-    HiddenBy(
-        inside("health", "spike_threshold", "spike_window"),
-        lambda c: c.health.spike_guard == "off",
-        "health.spike_guard is off",
-        is_switch=True,
-    ),
-    HiddenBy(
-        ("debug.deterministic_warn_only",),
-        lambda c: not c.debug.deterministic,
-        "debug.deterministic is false",
-        is_switch=True,
-    ),
-]  # fmt: skip
+]
 
 
 def check_effect(loaded: Loaded) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from overland.config.changes import rule_of
 from overland.config.errors import ConfigError, Problem
 from overland.config.fields import all_keys
 from overland.config.load import Loaded, load_config, recipe_for, recipe_path
-from overland.config.schema import Validation, ValidationSet
+from overland.config.schema import DataSource, Validation, ValidationSet
 from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, METRICS, README, WRITTEN_BY
 from overland.words import any_of, command, control_character, nearest_name, number_of
 
@@ -196,16 +196,7 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
     training = loaded.config.training
     sources = loaded.config.data.sources
     for name, source in sources.items():
-        if source.path is not None and source.dataset is not None:
-            key = f"data.sources.{name}.dataset"
-            message = "a source is either a path or a named dataset, not both"
-            yield Problem(message, loaded.where(key), key, source.dataset)
-        if source.path is not None and not _is_data(source.path):
-            key = f"data.sources.{name}.path"
-            yield _missing(loaded, key, source.path, subset=source.subset)
-        elif source.path is None:
-            key = f"data.sources.{name}"
-            yield from _dataset(loaded, key, source.dataset or name, f"{key}.path")
+        yield from _source(loaded, f"data.sources.{name}", name, source)
     if sources:
         for name in ("dataset_path", *CHOICES):
             if (value := getattr(training, name)) is not None:
@@ -265,10 +256,8 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
 def _read_at_all(loaded: Loaded, table: str, one: Validation | ValidationSet) -> Iterator[Problem]:
     for name, value in (("sequences", one.sequences), ("steps", one.steps)):
         if value == 0:
-            message, key = (
-                "expected -1 (the whole set) or a positive whole number",
-                f"{table}.{name}",
-            )
+            key = f"{table}.{name}"
+            message = "expected -1 (the whole set) or a positive whole number"
             yield Problem(message, loaded.where(key), key, value)
 
 
@@ -278,13 +267,7 @@ def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
         if not name.strip() or "/" in name or control_character(name):
             message = "expected a name without /, since the metrics of the set are named after it"
             yield Problem(message, loaded.where(key), key)
-        if one.path is not None and one.dataset is not None:
-            message = "a set is either a path or a named dataset, not both"
-            yield Problem(message, loaded.where(f"{key}.dataset"), f"{key}.dataset", one.dataset)
-        if one.path is not None and not _is_data(one.path):
-            yield _missing(loaded, f"{key}.path", one.path)
-        elif one.path is None:
-            yield from _dataset(loaded, key, one.dataset or name, f"{key}.path")
+        yield from _source(loaded, key, name, one)
         yield from _read_at_all(loaded, key, one)
         if one.sequences is not None and one.steps is not None:
             message = f"{key}.steps is set too: remove one of them"
@@ -297,6 +280,19 @@ def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
                 "validated on only after the last step"
             )
             yield Problem(message, loaded.where(key), key, one.freq, kind="note")
+
+
+def _source(
+    loaded: Loaded, key: str, name: str, one: DataSource | ValidationSet
+) -> Iterator[Problem]:
+    """Checks that a source or a validation set is in one place, which exists."""
+    if one.path is not None and one.dataset is not None:
+        message = "expected either a path or a named dataset, not both"
+        yield Problem(message, loaded.where(f"{key}.dataset"), f"{key}.dataset", one.dataset)
+    if one.path is not None and not _is_data(one.path):
+        yield _missing(loaded, f"{key}.path", one.path, subset=one.subset)
+    elif one.path is None:
+        yield from _dataset(loaded, key, one.dataset or name, f"{key}.path")
 
 
 def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from overland.checks.files import C4
-from overland.checks.model import nearest_parameters, parameter_names
+from overland.checks.model import nearest_parameters, needs_model, parameter_names
 from overland.config.errors import Problem, ProblemKind
 from overland.config.fields import all_keys
 from overland.config.load import Loaded
@@ -53,20 +53,18 @@ def check_moments(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(message, loaded.where(key), key, True)
 
 
+@needs_model
 def check_groups(loaded: Loaded) -> Iterator[Problem]:
     """Checks that every pattern matches a parameter, and not only parameters of earlier groups."""
     key, groups = "optimizer.groups", loaded.config.optimizer.groups
     section, lora = loaded.config.model, loaded.config.lora
     if not groups:
         return
-    try:
-        names: list[str] = []
-        if section.transforms or not lora.rank:
-            names += parameter_names(section, all_names=False)
-        if lora.rank:
-            names += trained_parameters(model_config(section), lora)
-    except (ModelError, OSError):
-        return
+    names: list[str] = []
+    if section.transforms or not lora.rank:
+        names += parameter_names(section, all_names=False)
+    if lora.rank:
+        names += trained_parameters(model_config(section), lora)
     left = set(names)
     for group in groups:
         matched = {name for name in names if fnmatchcase(name, group.pattern)}
@@ -201,13 +199,11 @@ def _check_preference(loaded: Loaded) -> Iterator[Problem]:
             yield Problem(message, loaded.where(key), key, settings.reference)
 
 
+@needs_model
 def check_objective(loaded: Loaded) -> Iterator[Problem]:
     """Checks that the objective exists, and that rows that belong together stay together."""
     training, layout = loaded.config.training, loaded.config.parallelism
-    try:
-        architecture = model_config(loaded.config.model)
-    except (ModelError, OSError):
-        return
+    architecture = model_config(loaded.config.model)
     yield from _check_preference(loaded)
     if training.objective == "auto" and not training.z_loss and not training.objective_options:
         return  # valid, without importing torch

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from overland.checks.model import needs_model
 from overland.config.derived import SPLIT_BACKWARD, recomputes_some_split_blocks, resolve_dtype
 from overland.config.errors import Problem, ProblemKind
 from overland.config.load import Loaded
 from overland.errors import ModelError
 from overland.models.registry import model_config
 from overland.words import any_of
-from overland.world.devices import RANKS_PER_DEVICE, device_memory, mps_note
+from overland.world import sharing
+from overland.world.devices import device_memory
 
 
 def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
@@ -39,7 +41,7 @@ def check_sharing(loaded: Loaded) -> Iterator[Problem]:
     import torch
 
     def problem(message: str, kind: ProblemKind) -> Problem:
-        return Problem(message, loaded.where(RANKS_PER_DEVICE), RANKS_PER_DEVICE, value, kind=kind)
+        return Problem(message, loaded.where(sharing.KEY), sharing.KEY, value, kind=kind)
 
     if config.comm.backend == "nvshmem":
         yield problem("nvshmem needs a device for each rank; set comm.backend to nccl", "invalid")
@@ -58,7 +60,7 @@ def check_sharing(loaded: Loaded) -> Iterator[Problem]:
         yield problem("is untested on AMD GPUs; start one rank per device", "machine")
     elif not device_memory(torch.device("cuda", 0), value):
         yield problem("leaves no memory of this GPU to each rank; lower it", "machine")
-    elif note := mps_note():
+    elif note := sharing.mps_note():
         yield problem(note, "note")
 
 
@@ -201,6 +203,7 @@ def check_profiling(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(message, loaded.where(key), key, settings.profile_freq)
 
 
+@needs_model
 def check_attention(loaded: Loaded) -> Iterator[Problem]:
     """Checks that the chosen backend supports this model's masks, on a GPU."""
     config, key = loaded.config, "model.attention"
@@ -210,10 +213,7 @@ def check_attention(loaded: Loaded) -> Iterator[Problem]:
 
     from overland.models.attention import choose_form
 
-    try:
-        window = getattr(model_config(config.model), "sliding_window", None)
-    except (ModelError, OSError):
-        return
+    window = getattr(model_config(config.model), "sliding_window", None)
     try:
         choose_form(
             config.model.attention,

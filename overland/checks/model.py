@@ -7,10 +7,12 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+Check = Callable[[Loaded], Iterator[Problem]]
 VOCABULARY = "model.overrides.vocab_size"
 # Tensor parallelism splits the rows evenly, so the new size is a multiple of the largest power of
 # two, up to this, that divides the old one.
@@ -49,6 +52,17 @@ def import_custom(config: JobConfig) -> None:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         importlib.import_module(name)
+
+
+def needs_model(check: Check) -> Check:
+    """Ends a check in silence if the model cannot be built, which `check_model` reports."""
+
+    @wraps(check)
+    def checked(loaded: Loaded) -> Iterator[Problem]:
+        with suppress(ModelError, OSError):
+            yield from check(loaded)
+
+    return checked
 
 
 def check_custom_import(loaded: Loaded) -> Iterator[Problem]:
@@ -88,28 +102,23 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(_first_line(error), loaded.where(key), key, value)
 
 
+@needs_model
 def check_length(loaded: Loaded) -> Iterator[Problem]:
+    config, key = model_config(loaded.config.model), "training.seq_len"
     length = loaded.config.training.seq_len
-    try:
-        config = model_config(loaded.config.model)
-    except (ModelError, OSError):
-        return
-    key = "training.seq_len"
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         message = f"longer than the {longest} positions that this model supports"
         yield Problem(message, loaded.where(key), key, length, kind="note")
 
 
+@needs_model
 def check_export(loaded: Loaded) -> Iterator[Problem]:
     """Refuses an export at the end if Hugging Face has no equivalent of the model."""
     key = "checkpoint.last_save_in_hf"
     if not loaded.config.checkpoint.last_save_in_hf:
         return
-    try:
-        config = model_config(loaded.config.model)
-    except (ModelError, OSError):
-        return
+    config = model_config(loaded.config.model)
     if lacks_hf_form(config):
         message = (
             f"{type(config).__name__} has no to_hf() of its own, so Hugging Face would load the "
@@ -212,15 +221,13 @@ def _unfit_for_sparse(config: JobConfig, group: int) -> str:
     return ""
 
 
+@needs_model
 def check_freeze(loaded: Loaded) -> Iterator[Problem]:
     """Checks that every pattern freezes something, and that something is left to train."""
     key, patterns = "model.freeze", loaded.config.model.freeze
     if not patterns:
         return
-    try:
-        names = parameter_names(loaded.config.model)
-    except (ModelError, OSError):
-        return
+    names = parameter_names(loaded.config.model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = nearest_parameters(pattern, names)

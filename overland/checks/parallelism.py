@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm, prod
 
+from overland.checks.model import needs_model
 from overland.config.derived import STAGES_PER_RANK, TURNING, smallest_world
 from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig, Parallelism
 from overland.data.plan import LENGTH_STEP
-from overland.errors import ModelError
 from overland.models.flops import outline_of, stage_costs
 from overland.models.registry import model_config
 from overland.parallel.plans import plan_for, without_plan
@@ -43,15 +43,13 @@ def check_degrees(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
         yield from _product(loaded, degrees, world_size)
 
 
+@needs_model
 def check_splits(loaded: Loaded) -> Iterator[Problem]:
     """Checks that every axis divides the model evenly."""
     layout = loaded.config.parallelism
     tp, cp = layout.tensor_parallel_degree, layout.context_parallel_degree
     pp = layout.pipeline_parallel_degree
-    try:
-        model = model_config(loaded.config.model)
-    except (ModelError, OSError):
-        return
+    model = model_config(loaded.config.model)
     if max(tp, cp, pp) == 1:
         return
     for axis, degree in without_plan(model, tp=tp, cp=cp).items():

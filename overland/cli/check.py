@@ -72,10 +72,10 @@ def report(
     fetched, or if this machine lacks a backend or memory, since the run may be meant for another; 2
     if a path does not exist and no command is known to bring it. `is_here`: whether the run would
     be on this machine alone."""
+    from overland.apps.check.rehearsal import require_start
     from overland.checks import load_checked
     from overland.config.errors import ConfigError
     from overland.config.load import in_order
-    from overland.training.rehearsal import require_start
 
     loaded, problems = load_checked(
         source, arguments, world_size=world_size, waive={"missing", "machine"}
@@ -129,7 +129,7 @@ def report(
         from overland.apps.console.opening import run_in_words, table
         from overland.run_folder import RunFolder
 
-        place = {"run": run_in_words(loaded.config, RunFolder(loaded.config))}
+        place = {"run": run_in_words(loaded.config, RunFolder.of(loaded.config))}
         print(table(lines | place), end="\n\n")
     if missing:
         print("Missing, and needed for training:")
@@ -190,6 +190,7 @@ def devices_here(loaded: Loaded) -> tuple[int, str, list[str]]:
 
 def run_lines(config: JobConfig, world_size: int, devices: str) -> dict[str, str]:
     """Returns the lines that `overland train` would print first."""
+    from overland.apps.check.rehearsal import known_steps
     from overland.apps.console.opening import (
         batch_in_words,
         data_in_words,
@@ -199,7 +200,6 @@ def run_lines(config: JobConfig, world_size: int, devices: str) -> dict[str, str
     )
     from overland.config.derived import resolve_degrees, rows_per_step
     from overland.models.registry import model_config
-    from overland.training.schedule import known_steps
 
     degrees = resolve_degrees(config.parallelism, world_size)
     architecture = model_config(config.model)
@@ -273,8 +273,8 @@ def fake_step_facts(
     where = (
         device_type(config.training.device) if is_here else "cuda"
     )  # runs worth checking elsewhere use GPUs
+    from overland.apps.check.fake_step import NOT_FOR_FAKES, fake_steps
     from overland.apps.console.opening import binary_size
-    from overland.apps.fake_step import NOT_FOR_FAKES, fake_steps
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about fake tensors
@@ -312,14 +312,14 @@ def lack_of_memory(config: JobConfig, world_size: int) -> list[str]:
     the mean over them, which is known from a whole model on the meta device."""
     import torch
 
-    from overland.apps.fake_step import fake_world
+    from overland.apps.check.fake_step import fake_world
     from overland.config.derived import resolve_degrees, resolve_dtype
     from overland.config.schema import ActivationCheckpoint, Compile, Parallelism
     from overland.errors import TrainingError
     from overland.models.registry import model_config
     from overland.parallel.apply import build_parts
     from overland.parallel.mesh import build_mesh
-    from overland.training.out_of_memory import held_bytes, require_memory
+    from overland.training.fit import held_bytes, require_memory
     from overland.world.devices import device_type
 
     device = torch.device(device_type(config.training.device))
@@ -344,6 +344,7 @@ def lack_of_memory(config: JobConfig, world_size: int) -> list[str]:
 
 
 def describe_run(config: JobConfig, world_size: int) -> dict[str, Any]:
+    from overland.apps.check.rehearsal import known_steps
     from overland.apps.console.readme import strategy_in_words
     from overland.config.derived import model_name, resolve_degrees, rows_per_step
     from overland.models.flops import (
@@ -353,7 +354,6 @@ def describe_run(config: JobConfig, world_size: int) -> dict[str, Any]:
         trained_parameters,
     )
     from overland.models.registry import model_config
-    from overland.training.schedule import known_steps
 
     training = config.training
     degrees = resolve_degrees(config.parallelism, world_size)

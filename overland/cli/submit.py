@@ -190,10 +190,10 @@ def load_for_chain(
     settings: list[str] | None, world_size: int, wanted: JobRequest, waive_missing: bool
 ) -> Loaded:
     """Returns the config, checked for a chain of jobs. Only a dry run allows missing files."""
+    from overland.apps.check.rehearsal import require_start
     from overland.checks import load_checked
     from overland.errors import ClusterError
     from overland.training.main import with_fresh_folder
-    from overland.training.rehearsal import require_start
 
     source, arguments = split_settings(settings)
     waive: set[ProblemKind] = {"machine", "missing"} if waive_missing else {"machine"}
@@ -243,7 +243,7 @@ def run_place(config: JobConfig) -> RunPlace:
     from overland.errors import ClusterError
     from overland.run_folder import STOPPED, RunFolder
 
-    folder, training = RunFolder(config), config.training
+    folder, training = RunFolder.of(config), config.training
     steps, length = training.steps, f"{training.steps} steps"
     if training.epochs is not None:
         # Epochs become steps only when training starts. If more epochs are asked for than before,

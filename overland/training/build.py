@@ -32,8 +32,8 @@ from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.sharding import local_part, splits
 from overland.plugins import plugin
 from overland.run_folder import RunFolder
-from overland.training.auto import resolve_auto
 from overland.training.callbacks import (
+    CompileCache,
     DeviceSpeed,
     GarbageCollection,
     Profiler,
@@ -41,19 +41,18 @@ from overland.training.callbacks import (
     Timeouts,
     user_callbacks,
 )
-from overland.training.compile_cache import CompileCache
 from overland.training.describe import describe_run
+from overland.training.epochs import with_steps
+from overland.training.fit import held_bytes, require_memory, resolve_auto
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.inner_state import InnerState, Sparsity
 from overland.training.metrics import MetricsFile
-from overland.training.out_of_memory import held_bytes, require_memory
 from overland.training.reference import reference_for
 from overland.training.resume import preparer_for, start_from
 from overland.training.rows import require_separate_rows
-from overland.training.run import Callback, Run
+from overland.training.run import Callback, Run, Screen
 from overland.training.saving import prepare_saves
-from overland.training.schedule import changed_rate, with_steps
-from overland.training.screen import Screen
+from overland.training.schedule import changed_rate
 from overland.training.sessions import SessionFile
 from overland.training.state import set_seeds
 from overland.training.validate import about_sets
@@ -75,10 +74,12 @@ def build_run(
     """Builds a run that is ready for its first step, or for the next one of a run that is resumed.
     `screen`: where it prints; by default, plain lines from `log_ranks`."""
     asked, beat = config, beat or Heartbeat()
-    screen = screen or Screen(rank=world.rank, is_shown=world.rank in log_ranks, beat=beat)
+    if screen is None:
+        is_shown = world.rank in log_ranks
+        screen = plugin("console").Screen(rank=world.rank, is_shown=is_shown, beat=beat)
     report = screen.print
     set_seeds(config.debug)
-    folder = RunFolder(config)
+    folder = RunFolder.of(config)
     folder.root.mkdir(parents=True, exist_ok=True)
     degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
     mesh = build_mesh(degrees, device.type)

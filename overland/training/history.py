@@ -33,8 +33,8 @@ PAUSE = 20  # times the median: a gap this long is a restart and does not count
 
 
 class History:
-    """Follows the file. If the run went back to an earlier step, the lines after that step are
-    void. (A resumed session removes such lines; files of earlier versions still have them.)"""
+    """Follows the file. When a run goes back to an earlier step, the lines after that step are
+    removed, and the file is another one."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         """`last_bytes`: read only this much of the end of the file, where the newest lines are."""
@@ -45,7 +45,6 @@ class History:
         self.losses: Points = []
         self.held_out: dict[str, Points] = {}
         self.recent: deque[Record] = deque(maxlen=RECENT)
-        self._step = 0
 
     def read_on(self) -> None:
         every, mark = 1, HELD_OUT.encode()
@@ -69,21 +68,13 @@ class History:
             raise ValueError("not a step")
         record = {name: value for name, value in line.items() if _is_number(name, value)}
         record["step"] = step
-        if step < self._step:
-            for points in (self.losses, *self.held_out.values()):
-                _undo(points, step)
-            while self.recent and self.recent[-1]["step"] >= step:
-                self.recent.pop()
-        self._step = step
         if "loss" in record:
-            _append(self.losses, step, float(record["loss"]))
-            if self.recent and self.recent[-1]["step"] == step:
-                self.recent.pop()
+            self.losses.append((step, float(record["loss"])))
             self.recent.append(record)
         for name, value in record.items():
             if name.startswith(HELD_OUT):
                 points = self.held_out.setdefault(name.removeprefix(HELD_OUT), [])
-                _append(points, step, float(value))
+                points.append((step, float(value)))
 
     @property
     def newest(self) -> Record:
@@ -116,17 +107,6 @@ def _is_number(name: str, value: Any) -> bool:
 def is_step(value: Any) -> bool:
     """Whether a value can be the number of a step; in a damaged file it may be anything."""
     return type(value) is int and 0 <= value < LARGEST_STEP
-
-
-def _append(points: Points, step: int, value: float) -> None:
-    _undo(points, step)
-    points.append((step, value))
-
-
-def _undo(points: Points, step: int) -> None:
-    """Drops what was logged at this step and later."""
-    while points and points[-1][0] >= step:
-        points.pop()
 
 
 def thinned(points: Sequence[T], most: int) -> list[T]:

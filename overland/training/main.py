@@ -31,14 +31,15 @@ from overland.world import World
 from overland.world.devices import MemoryState, device_type, memory_state
 from overland.world.flight_recorder import forget_records, last_wait, record_into
 from overland.world.heartbeat import Heartbeat, Phase, reporting
+from overland.world.last_words import say
 from overland.world.launch import launch_local
 from overland.world.launchers import export_world, find_world
-from overland.world.signals import STOPPED, say, say_at_signal
+from overland.world.signals import STOPPED, say_at_signal
 
 if TYPE_CHECKING:
     import torch
 
-    from overland.training.screen import Screen
+    from overland.training.run import Screen
 
 
 def load_config(source: str | Path, *settings: str | Sequence[str]) -> JobConfig:
@@ -110,7 +111,7 @@ def train(
     if world is not None or num_ranks == 1:
         return train_rank(config, world or World(), printing)
     config = with_fresh_folder(config)
-    folder = RunFolder(config)
+    folder = RunFolder.of(config)
     code, why = launch(config, num_ranks, printing)
     if code in (0, STOPPED):
         return trained(folder, finished=code == 0)
@@ -128,7 +129,7 @@ def launch(config: JobConfig, num_ranks: int, printing: Collection[int]) -> tupl
         path = Path(place) / "config.toml"
         write_config(config, path, full=True)
         before = memory_state()
-        code = launch_local(["train", str(path)], num_ranks, printing, RunFolder(config).logs)
+        code = launch_local(["train", str(path)], num_ranks, printing, RunFolder.of(config).logs)
     was_killed = code == 128 + signal.SIGKILL
     return code, killed_in_words(config, num_ranks, before) if was_killed else ""
 
@@ -137,30 +138,30 @@ def train_rank(
     config: JobConfig, world: World, printing: Collection[int] = (0,), beat: Heartbeat | None = None
 ) -> Trained:
     """Trains on this rank."""
-    from overland.training.screen import Screen, fall_silent
-
-    beat = beat or Heartbeat()
+    beat, console = beat or Heartbeat(), plugin("console")
     beat.enter(Phase.JOINING, doing="" if world.size > 1 else "starting")
-    with Screen.of(config, world, printing, beat) as screen:
-        result, words = _train_among_ranks(config, world, screen)
+    with console.Screen.of(config, world, printing, beat) as screen:
+        result, words = _train_among_ranks(config, world, screen, beat)
     if words and printing:
         try:
             print(visible(words), flush=True)
         except BrokenPipeError:  # everything is saved
-            fall_silent()
+            console.fall_silent()
     beat.enter(Phase.FINISHED if result.finished else Phase.STOPPED)
     if not result.finished and beat.is_supervised and world.is_first:
         say(world.rank, Kind.STOPPED, f"step {beat.step}", beat.step)
     return result
 
 
-def _train_among_ranks(config: JobConfig, world: World, screen: Screen) -> tuple[Trained, str]:
+def _train_among_ranks(
+    config: JobConfig, world: World, screen: Screen, beat: Heartbeat
+) -> tuple[Trained, str]:
     """Joins the other ranks, and claims the run folder."""
     from overland.parallel.comm import from_first_rank, process_group
     from overland.training.owner import owned
 
     kind = device_type(config.training.device)
-    logs = RunFolder(config).logs
+    logs = RunFolder.of(config).logs
     if kind == "cuda" and world.size > 1:
         record_into(logs)
     with process_group(config.comm, world, kind) as device:
@@ -168,17 +169,17 @@ def _train_among_ranks(config: JobConfig, world: World, screen: Screen) -> tuple
             screen.print(f"note: when this run last ended, {words}")
             forget_records(logs)
         config = with_fresh_folder(config, from_first_rank)
-        folder = RunFolder(config).root
+        folder = RunFolder.of(config).root
         with (
-            reporting(screen.beat),
+            reporting(beat),
             owned(folder, world.is_first),
             memory_in_words(config, world, device),
         ):
-            return _train(config, world, device, screen)
+            return _train(config, world, device, screen, beat)
 
 
 def _train(
-    config: JobConfig, world: World, device: torch.device, screen: Screen
+    config: JobConfig, world: World, device: torch.device, screen: Screen, beat: Heartbeat
 ) -> tuple[Trained, str]:
     """Returns how far the run got and, on the first rank, the closing summary."""
     from overland.training.build import build_run
@@ -186,7 +187,6 @@ def _train(
     from overland.training.loop import train as train_loop
     from overland.training.saving import check_last_save
 
-    beat = screen.beat
     beat.enter(Phase.BUILDING)
     run = build_run(config, world, device, beat=beat, screen=screen)
     is_new = run.progress.step < run.config.training.steps
@@ -248,7 +248,7 @@ def killed_in_words(config: JobConfig, num_ranks: int, before: MemoryState) -> s
     import torch
 
     from overland.models.registry import model_config
-    from overland.training.out_of_memory import rank_killed
+    from overland.training.fit import rank_killed
 
     device = torch.device(device_type(config.training.device))
     return rank_killed(config, model_config(config.model), num_ranks, device, before)
@@ -259,7 +259,7 @@ def memory_in_words(config: JobConfig, world: World, device: torch.device) -> It
     """Turns an out-of-memory error into one sentence with suggested fixes."""
     from overland.config.derived import resolve_degrees
     from overland.models.registry import model_config
-    from overland.training.out_of_memory import is_out_of_memory, out_of_memory
+    from overland.training.fit import is_out_of_memory, out_of_memory
 
     try:
         yield

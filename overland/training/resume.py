@@ -3,45 +3,66 @@ ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
-from overland.checkpoint.lazy import Lazy, LazyCheckpoint, counting
-from overland.checkpoint.origin import Origin, mark_files
-from overland.config.adapter import ADAPTER_CONFIG
-from overland.config.schema import Checkpoint, JobConfig
+from overland.checkpoint.lazy import counting
+from overland.checkpoint.origin import LEFT_OUT, Origin
+from overland.checkpoint.plan import local_name
+from overland.checkpoint.read import (
+    CheckpointReader,
+    fill,
+    fill_local,
+    open_together,
+    refuse_unused,
+)
+from overland.config.changes import (
+    OF_OPTIMIZER,
+    fixed_changes,
+    is_allowed,
+    noted_changes,
+    refusal,
+    refused_changes,
+)
+from overland.config.schema import Checkpoint, JobConfig, Optimizer
 from overland.data.corpora import Preparer
 from overland.data.holdout import kept_share
+from overland.data.plan import ChangedSource, Plan, differences, former_names
 from overland.data.tokenizer import UNKNOWN
 from overland.data.tokenizer_choice import kept_policy
-from overland.errors import CheckpointError, MismatchError, ModelError
-from overland.models.nf4 import narrow_matrices
-from overland.models.transform import added_rule, transforms_of
-from overland.models.weights import (
-    INDEX,
-    SINGLE,
-    NewRows,
-    load_hf,
-    vocabulary_matrices,
-    weight_files,
-)
-from overland.parallel.comm import all_of, first_problem, from_first_rank
-from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
+from overland.errors import CheckpointError, DataError, MismatchError, ModelError
+from overland.models.registry import lacks_hf_form
+from overland.models.sparse import is_mask, renew_masks
+from overland.objectives.registry import AUTO, objective_name
+from overland.optimizers.optimizer import PREFIX
+from overland.optimizers.registry import same_state
+from overland.parallel.comm import all_of, from_first_rank
+from overland.parallel.sharding import named_buffers, tied_copies
 from overland.plugins import plugin
 from overland.run_folder import CONFIG, RunFolder
-from overland.training.state import check_finite, restore
-from overland.training.vocabulary import new_rows_of
+from overland.training.run import Run
+from overland.training.start import (
+    load_left_out,
+    load_start,
+    mark_start,
+    note_origin,
+    together,
+    try_together,
+)
+from overland.training.state import check_finite, restore_random, run_tensors
+from overland.words import any_of
 
 if TYPE_CHECKING:
     from overland.training.run import Run
 
 Report = Callable[[str], None]
-ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
 
 
 def start_from(run: Run, report: Report) -> None:
@@ -55,13 +76,10 @@ def start_from(run: Run, report: Report) -> None:
         path = Path(settings.resume).expanduser().resolve()  # it may be a link named by time
         path = from_first_rank(newest_in(path) if run.world.is_first else path)
         made = adopted(run, path, report)
-        try:
-            if problem := try_to_restore(run, made, report):
-                raise CheckpointError(problem)
-        except CheckpointError:
+        if error := try_to_restore(run, made, report):
             if made != path and run.world.is_first:  # nobody can resume it
                 run.store.disk.remove_folder(made)
-            raise
+            raise error
         put_later_ones_aside(run, report)
         return
     if settings.enable and settings.resume == "auto" and resume_newest(run, report):
@@ -87,64 +105,18 @@ def adopted(run: Run, path: Path, report: Report) -> Path:
     four_files = plugin("four_files")
     if not from_first_rank(four_files.is_four_files(path)):
         return path
-    made, problem = path, ""
-    run.beat.pulse.begin()
-    if run.world.is_first:
-        try:
+    made = path
+
+    def adopt() -> None:
+        nonlocal made
+        if run.world.is_first:
             with counting(run.beat.pulse.moved):
                 made = four_files.adopt(path, run.store.folder, run.store.disk)
-        except (CheckpointError, OSError) as error:
-            problem = str(error)
-    run.beat.pulse.wait()
-    made, problem = from_first_rank((made, problem))
-    run.beat.pulse.end()
-    if problem:
-        raise CheckpointError(problem)
+
+    together(run, adopt)
+    made = from_first_rank(made)
     report(f"{path} holds files written by torch.save; they were converted to {made}")
     return made
-
-
-def load_start(run: Run) -> None:
-    """Loads what a new run starts from."""
-    weights, adapter = run.config.checkpoint.initial_load_path, run.config.lora.adapter
-    if weights is not None:
-        together(run, lambda: load_weights(run, Path(weights).expanduser()))
-    with torch.no_grad():
-        for part in run.model.parts:
-            for transform in transforms_of(part):
-                transform.start(part)
-    if adapter is not None:
-        together(run, lambda: load_adapter(run, Path(adapter)))
-
-
-def mark_start(run: Run) -> dict[str, tuple[int, str]]:
-    """Returns size and digest of the files that a run starts from, if they are safetensors: a
-    resumed run that keeps its start must find the same files. Called by all ranks together."""
-    marks: dict[str, tuple[int, str]] = {}
-    weights, adapter = run.config.checkpoint.initial_load_path, run.config.lora.adapter
-    if run.world.is_first:
-        if weights is not None:
-            folder = Path(weights).expanduser()
-            marks |= mark_files(folder, weight_files(folder)) if is_hf(folder) else {}
-        if adapter is not None:
-            files = [name for name in ADAPTER_FILES if (Path(adapter) / name).is_file()]
-            marks |= mark_files(Path(adapter), files)
-    return from_first_rank(marks)
-
-
-def together(run: Run, load: Callable[[], None]) -> None:
-    """Loads on every rank; an error on one rank is raised on all of them."""
-    problem = ""
-    run.beat.pulse.begin()
-    try:
-        load()
-    except (CheckpointError, ModelError, OSError) as error:
-        problem = str(error)
-    run.beat.pulse.wait()
-    problem = first_problem(problem)
-    run.beat.pulse.end()
-    if problem:
-        raise CheckpointError(problem)
 
 
 def preparer_for(config: JobConfig, folder: RunFolder) -> Preparer:
@@ -169,160 +141,6 @@ def _resumed(settings: Checkpoint, folder: RunFolder) -> Path | None:
     return step.parent if (step.parent / CONFIG).is_file() else step.parent.parent
 
 
-def note_origin(run: Run, folder: Path) -> Origin | None:
-    """Returns the weights that need not be saved, because they are frozen and stay where they were
-    loaded from. Called by all ranks together."""
-    if run.config.checkpoint.type == "full" or not run.config.checkpoint.enable:
-        return None
-    if not from_first_rank(is_hf(folder)):
-        return None
-    mine = {
-        name
-        for name, parameter in named_parameters(run.model.parts).items()
-        if not parameter.requires_grad and not is_added(run.model.parts, name)
-    }
-    if new_rows_of(run.config) is not None:  # these then differ from what the folder holds
-        mine -= set().union(*map(vocabulary_matrices, run.model.parts))
-    names: frozenset[str] = frozenset().union(*all_of(mine))
-    if not names:
-        return None
-    place = folder.absolute()
-    marks = mark_files(place, weight_files(place)) if run.world.is_first else {}
-    return Origin(place, from_first_rank(marks), names)
-
-
-def is_added(parts: Sequence[nn.Module], name: str) -> bool:
-    """Whether a transform added the parameter, so that no folder of weights has it."""
-    return any(added_rule(part, name) is not None for part in parts)
-
-
-def load_weights(run: Run, path: Path) -> None:
-    """Loads only weights, from any format that `overland convert` reads."""
-    if is_hf(path):  # reads only its own slices
-        for part in run.model.parts:
-            load_hf(
-                part,
-                path,
-                local_part,
-                moved=run.beat.pulse.moved,
-                new_rows=new_rows_of(run.config),
-            )
-    else:
-        with counting(run.beat.pulse.moved):
-            _load_foreign(run, path)
-    check_finite(run, path, skip_optimizer=True)
-
-
-def _load_foreign(run: Run, path: Path) -> None:
-    if any(map(narrow_matrices, run.model.parts)):
-        raise CheckpointError(
-            f"{path} is not a folder of Hugging Face safetensors, which lora.base = nf4 needs to "
-            "load weights in 4 bits: run `overland convert` with `--to hf` first"
-        )
-    source = open_foreign(path, run.model_config)
-    if run.config.model.sparse is None:
-        source = plugin("formats").densify(source)
-    weights, new_rows = source.weights(), new_rows_of(run.config)
-    parameters = require_weights(path, run.model.parts, weights, new_rows)
-    buffers = {n: b for n, b in named_buffers(run.model.parts).items() if n in weights}
-    for name, buffer in buffers.items():
-        require_shape(path, name, weights[name].shape, tuple(buffer.shape))
-    vocabulary: set[str] = set().union(*map(vocabulary_matrices, run.model.parts))
-    with torch.no_grad():
-        for name, parameter in {**parameters, **buffers}.items():
-            shard, offset, _ = local_part(parameter)
-            lazy, new = weights[name], new_rows if name in vocabulary else None
-            if new is not None:
-                shard, whole = shard[: max(0, lazy.shape[0] - offset[0])], shard
-            box = tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
-            if shard.numel():
-                shard.copy_(lazy.load_slice(box))
-            if new is not None:
-                columns = box[1:]
-                read = lambda a, b, lazy=lazy, at=columns: lazy.load_slice((slice(a, b), *at))
-                new.fill(whole, offset[0], lazy.shape[0], read)
-        for parameter, copy in tied_copies(run.model.parts):
-            copy.copy_(parameter)
-
-
-def is_hf(folder: Path) -> bool:
-    """Whether a folder holds safetensors as Hugging Face writes them."""
-    return any((folder / name).is_file() for name in (INDEX, SINGLE))
-
-
-def open_foreign(path: Path, architecture: Any) -> LazyCheckpoint:
-    """Opens weights in any format that `overland convert` reads."""
-    describe = getattr(architecture, "to_hf", None)
-    opened: LazyCheckpoint = plugin("formats").open_any(path, describe() if describe else None)
-    return opened
-
-
-def require_weights(
-    path: Path,
-    parts: Sequence[nn.Module],
-    weights: Mapping[str, Lazy],
-    new_rows: NewRows | None,
-) -> dict[str, nn.Parameter]:
-    """Returns the parameters that a run loads, all but those that transforms add; raises unless
-    `weights` has each of them, in its shape or, in the vocabulary, without the new rows. The parts
-    may be on the meta device."""
-    parameters = {n: p for n, p in named_parameters(parts).items() if not is_added(parts, n)}
-    vocabulary: set[str] = set().union(*map(vocabulary_matrices, parts))
-    if missing := [name for name in parameters if name not in weights]:
-        raise CheckpointError(f"{path} has no {missing[0]}, which this model needs")
-    for name, parameter in parameters.items():
-        has, needs = tuple(weights[name].shape), tuple(parameter.shape)
-        if new_rows is None or name not in vocabulary or not new_rows.fits(has, needs):
-            require_shape(path, name, has, needs)
-    return parameters
-
-
-def require_shape(path: Path, name: str, has: tuple[int, ...], needs: tuple[int, ...]) -> None:
-    if has != needs:
-        raise CheckpointError(
-            f"{path} has {name} with shape {list(has)}, but this model needs {list(needs)}"
-        )
-
-
-def load_adapter(run: Run, path: Path) -> None:
-    """Loads PEFT adapters, and the modules that are trained in full alongside them. Frozen weights
-    in the same folder, such as embeddings stored by PEFT, must equal the loaded ones."""
-    with counting(run.beat.pulse.moved):
-        opened: LazyCheckpoint = plugin("formats").open_peft(path)
-        weights = opened.weights()
-        named = named_parameters(run.model.parts)
-        wanted = {n: p for n, p in named.items() if p.requires_grad and n in weights}
-        mine = {n for n, p in named.items() if p.requires_grad and n not in weights}
-        if mine:
-            raise CheckpointError(f"{path} has no {min(mine)}, which this run trains")
-        for name, parameter in wanted.items():
-            shard, box, shape = _box(parameter)
-            require_shape(path, name, weights[name].shape, shape)
-            with torch.no_grad():
-                shard.copy_(weights[name].load_slice(box))
-        with torch.no_grad():
-            for parameter, copy in tied_copies(run.model.parts):
-                copy.copy_(parameter)
-        for name, parameter in named.items():
-            if name in weights and not parameter.requires_grad:
-                shard, box, shape = _box(parameter)
-                same = weights[name].shape == shape and torch.equal(
-                    weights[name].load_slice(box).to(shard.dtype), shard.cpu()
-                )
-                if not same:
-                    raise CheckpointError(
-                        f"{name} in {path} differs from that of the model that this run starts from"
-                    )
-    check_finite(run, path, skip_optimizer=True)
-
-
-def _box(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...], tuple[int, ...]]:
-    """Returns this rank's part of a tensor, its slices in the full tensor, and the full shape."""
-    shard, offset, shape = local_part(tensor)
-    box = tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
-    return shard, box, tuple(shape)
-
-
 def resume_newest(run: Run, report: Report) -> bool:
     """Resumes the newest readable checkpoint, reporting every damaged one on the way. Returns
     whether there was one."""
@@ -335,11 +153,13 @@ def resume_newest(run: Run, report: Report) -> bool:
             report(f"note: {path} was never committed, so it is not a checkpoint")
     names = from_first_rank(names)
     for name in reversed(names):
-        problem = try_to_restore(run, Path(name), report)  # raises if no other one would fit
-        if not problem:
+        error = try_to_restore(run, Path(name), report)
+        if error is None:
             put_later_ones_aside(run, report)
             return True
-        report(f"{problem}. Trying an older checkpoint")
+        if isinstance(error, MismatchError):  # older ones do not fit either
+            raise error
+        report(f"{error}. Trying an older checkpoint")
     if names:
         raise CheckpointError(
             f"none of the {len(names)} checkpoints in {folder} can be read; start a new run "
@@ -348,32 +168,30 @@ def resume_newest(run: Run, report: Report) -> bool:
     return False
 
 
-def try_to_restore(run: Run, path: Path, report: Report) -> str:
-    """Restores the checkpoint. Returns an empty string if every rank could, otherwise the problem
-    of the first rank that could not. Raises if the checkpoint is intact and does not fit the run:
-    older ones do not fit either."""
-    notes, problem, is_final = [], "", False
-    run.beat.pulse.begin()
-    try:
-        notes = restore(run, path, run.config.checkpoint.skip_optimizer)
-    except (CheckpointError, OSError) as error:
-        problem, is_final = str(error), isinstance(error, MismatchError)
-    except (KeyError, TypeError, ValueError) as error:  # made by hand, for example
-        problem = f"{path} is not a checkpoint that a run has saved: {type(error).__name__} {error}"
-    run.beat.pulse.wait()
-    problem = first_problem(problem)
-    is_final = any(all_of(is_final))
-    run.beat.pulse.end()
-    if is_final:
-        raise MismatchError(problem)
-    if not problem:
-        own = [run.store.folder, *([run.folder.fallback] if run.folder.fallback else [])]
-        run.resumed_own = path.parent.resolve() in [folder.resolve() for folder in own]
-        fresh = ", with a new optimizer" if run.config.checkpoint.skip_optimizer else ""
-        report(f"resumed {path} at step {run.progress.step}{fresh}")
-        for note in notes:
-            report(f"note: {note}")
-    return problem
+def try_to_restore(run: Run, path: Path, report: Report) -> CheckpointError | None:
+    """Restores the checkpoint; returns, on all ranks, the error if any rank could not."""
+    notes: list[str] = []
+
+    def load() -> None:
+        try:
+            notes.extend(restore(run, path, run.config.checkpoint.skip_optimizer))
+        except (KeyError, TypeError, ValueError) as error:  # made by hand, for example
+            if isinstance(error, ModelError):
+                raise
+            words = f"{type(error).__name__} {error}"
+            raise CheckpointError(
+                f"{path} is not a checkpoint that a run has saved: {words}"
+            ) from error
+
+    if error := try_together(run, load):
+        return error
+    own = [run.store.folder, *([run.folder.fallback] if run.folder.fallback else [])]
+    run.resumed_own = path.parent.resolve() in [folder.resolve() for folder in own]
+    fresh = ", with a new optimizer" if run.config.checkpoint.skip_optimizer else ""
+    report(f"resumed {path} at step {run.progress.step}{fresh}")
+    for note in notes:
+        report(f"note: {note}")
+    return None
 
 
 def put_later_ones_aside(run: Run, report: Report) -> None:
@@ -383,3 +201,204 @@ def put_later_ones_aside(run: Run, report: Report) -> None:
             later_adapters(run.folder.root, run.progress.step, run.store.disk)
         for later in set_later_aside(run.store.folder, run.progress.step, run.store.disk):
             report(f"a later checkpoint is kept as {later}")
+
+
+def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
+    """Restores the run from a checkpoint; returns notes for the user."""
+    with open_together(path, run.store.group, run.beat.pulse.moved) as checkpoint:
+        changed = check_changes(path, checkpoint.run, run.config, run.model_config)
+        with run.optimizer.whole():
+            notes = load_tensors(run, checkpoint, skip_optimizer)
+            check_finite(run, path, skip_optimizer)
+        facts = checkpoint.run
+        check_same_start(run, facts, path)
+        run.progress.restore(facts["progress"])
+        run.saved_step = run.progress.step
+        run.resumed_config = facts.get("config") or {}
+        if run.guard is not None:
+            run.guard.restore(facts.get("spike_guard") or [])
+        restore_random(run, checkpoint)
+        notes += changed
+        return [*notes, *_find_place_in_data(run, facts)]
+
+
+def check_changes(
+    path: Path, facts: Mapping[str, Any], config: JobConfig, architecture: Any
+) -> list[str]:
+    """Raises if the config would train another function than the checkpoint holds; returns notes
+    about the changes that are allowed."""
+    ours = None if lacks_hf_form(architecture) else architecture.to_hf()
+    before, after = facts.get("config") or {}, config.model_dump(mode="json")
+    auto = config.training.model_copy(update={"objective": AUTO})
+    found = refused_changes(
+        before,
+        after,
+        (facts.get("model_config"), ours),
+        objective=objective_name(auto, architecture),
+        base_is_known=bool(facts.get(LEFT_OUT)),
+    )
+    allowed = [*config.checkpoint.allow_changes]
+    allowed += OF_OPTIMIZER if config.checkpoint.skip_optimizer else ()
+    if refused := [one for one in found if not is_allowed(one, allowed)]:
+        raise MismatchError(refusal(path, refused))
+    changed = [*found, *noted_changes(before, after)]
+    return [f"{one} when the checkpoint was saved" for one in changed]
+
+
+@contextmanager
+def naming_keys(facts: Mapping[str, Any], config: JobConfig) -> Iterator[None]:
+    """Names the changed keys that may be why a source is not what the run was trained on."""
+    try:
+        yield
+    except ChangedSource as error:
+        changes = fixed_changes(facts.get("config") or {}, config.model_dump(mode="json"))
+        unnamed = [one for one in changes if one.key not in str(error)]
+        if not unnamed:
+            raise
+        keys = any_of([str(one) for one in unnamed], "and")
+        raise DataError(f"{error}. Changed since the checkpoint was saved: {keys}") from None
+
+
+def check_same_start(run: Run, facts: Mapping[str, Any], path: Path) -> None:
+    """Raises if the run would start from other weights than those that the objective saw
+    originally."""
+    saved = facts.get("start_marks") or {}
+    for name, mark in saved.items():
+        if run.start_marks and run.start_marks.get(name) != tuple(mark):
+            raise MismatchError(
+                f"{path} was trained with a reference whose {name} has changed since: restore the "
+                "original file (see model.from and lora.adapter), or start a new run with "
+                "--resume none"
+            )
+
+
+def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -> list[str]:
+    """Loads the weights and, unless `skip_optimizer`, the optimizer state; returns notes for the
+    user."""
+    run.store.wait_on_device()  # what is still being copied must not change
+    state = run_tensors(run, skip_optimizer)
+    taken: set[str] = set().union(*all_of(set(state)))
+    if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # start a new one
+        state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
+    rank, buffers = run.world.rank, named_buffers(run.model.parts)
+    settings = None if skip_optimizer else run.config.optimizer
+    chosen = choose_tensors(checkpoint, state, buffers, taken, settings, rank)
+    load_left_out(run, checkpoint)
+    if checkpoint.index.kind == "local":
+        same_size = checkpoint.index.world_size == run.world.size
+        if same_size and checkpoint.run.get("layout") != asdict(run.mesh.degrees):
+            raise MismatchError(
+                f"{checkpoint.path} was saved with checkpoint.type = local in another layout: it "
+                f"can only be read by the same number of ranks in the same layout"
+            )
+        fill_local(checkpoint, chosen.tensors, rank, run.world.size)
+    else:
+        fill(checkpoint, chosen.tensors)
+    with torch.no_grad():
+        for parameter, copy in tied_copies(run.model.parts):
+            copy.copy_(parameter)
+            if parameter.requires_grad:
+                run.optimizer.copy_state(parameter, copy)
+    if chosen.renews_masks:
+        renew_masks(run.model.parts)
+    return chosen.notes
+
+
+class Chosen(NamedTuple):
+    """The tensors of a run that a checkpoint fills."""
+
+    tensors: dict[str, Tensor]
+    notes: list[str]
+    renews_masks: bool
+
+
+def choose_tensors(
+    checkpoint: CheckpointReader,
+    state: Mapping[str, Tensor],
+    buffers: Collection[str],
+    taken: Collection[str],
+    optimizer: Optimizer | None,
+    rank: int = 0,
+) -> Chosen:
+    """Returns the tensors of `state` that a checkpoint fills on a rank, and why others keep their
+    values. They may be on the meta device. Raises if weights would be left unused, since no rank
+    has `taken` them, or if the state is of another optimizer than this one."""
+    is_local = checkpoint.index.kind == "local"
+    if not is_local:  # which holds the ranks' own pieces
+        refuse_unused(checkpoint.path, checkpoint.tensors, taken)
+    if optimizer is not None:
+        check_same_optimizer(checkpoint, optimizer, state)
+    is_saved = lambda n: (local_name(n, rank) if is_local else n) in checkpoint.tensors
+    missing = [n for name in buffers if not is_saved(n := f"model.{name}")]
+    masks = [name for name in state if is_mask(name)]
+    is_dense = bool(masks) and not any(map(is_saved, masks))
+    origin = Origin.from_json(checkpoint.run)
+    unread = {*missing, *(masks if is_dense else ())}
+    unread |= {f"model.{name}" for name in origin.names} if origin is not None else set()
+    notes = []
+    if is_dense:
+        notes.append("the checkpoint is dense: the masks of model.sparse follow from its weights")
+    if missing:
+        more = f" and {len(missing) - 1} more buffers" if len(missing) > 1 else ""
+        notes.append(f"the checkpoint lacks {missing[0]}{more}, which keep their initial values")
+    tensors = {name: value for name, value in state.items() if name not in unread}
+    return Chosen(tensors, notes, renews_masks=is_dense)
+
+
+def check_same_optimizer(
+    checkpoint: CheckpointReader, settings: Optimizer, wanted: Collection[str]
+) -> None:
+    """Raises if the state belongs to another optimizer, even under the same names."""
+    saved = (checkpoint.run.get("config") or {}).get("optimizer") or {}
+    before, after = saved.get("name"), settings.name
+    if before is None and (found := _of_another(checkpoint, wanted)) is not None:
+        raise MismatchError(
+            f"{checkpoint.path} holds {found}, which {after} does not use, so it was trained with "
+            f"another optimizer; set checkpoint.skip_optimizer = true to start {after} from scratch"
+        )
+    if before is not None and not same_state(before, after):
+        raise MismatchError(
+            f"{checkpoint.path} was trained with {before}, but this run uses {after}, which cannot "
+            f"use its state; set checkpoint.skip_optimizer = true to start {after} from scratch"
+        )
+
+
+def _of_another(checkpoint: CheckpointReader, wanted: Collection[str]) -> str | None:
+    """Returns the name of a state tensor that is not wanted, for a parameter of which other state
+    is wanted: a converted checkpoint does not name its optimizer, and Lion's average has the same
+    name as AdamW's."""
+    parameters = {name.rpartition(".")[0] for name in wanted if name.startswith(PREFIX)}
+    return next(
+        (
+            name
+            for name in checkpoint.tensors
+            if name.rpartition(".")[0] in parameters and name not in wanted
+        ),
+        None,
+    )
+
+
+def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
+    """Continues with the next batch; changes of the data in the config take effect there."""
+    before = facts["data"].get("plan")
+    if before is None:  # converted weights, for example
+        batch = run.progress.batch
+        where = f"continues with its batch {batch + 1:,}" if batch else "is read from its beginning"
+        return [f"the checkpoint does not record which data it has seen: the data {where}"]
+    plan, asked = Plan.from_json(before), run.dataset.plan
+    with naming_keys(facts, run.config):
+        run.dataset = run.dataset.continued(before, run.progress.batch)
+    former = former_names(plan, asked)
+    notes = [
+        f"{name} is the source that this run knows as {known}" for name, known in former.items()
+    ]
+    notes += [
+        f"{name} is new to this run: it is read from its beginning"
+        for name in asked.sources
+        if name not in plan.sources and name not in former
+    ]
+    segments = run.dataset.plan.segments
+    if len(segments) > 1 and segments[-1].first_batch == run.progress.batch:
+        what = ", ".join(differences(segments[-2], segments[-1]))
+        notes.append(f"from batch {run.progress.batch} on, the data changes: {what}")
+    return notes

@@ -25,7 +25,6 @@ from overland.run_folder import RunFolder
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.history import Record
 from overland.training.inner_state import InnerState, Sparsity
-from overland.training.screen import Screen
 from overland.world import World
 from overland.world.heartbeat import Heartbeat
 
@@ -63,6 +62,15 @@ class Precomputed(Protocol):
     def added_to(self, batch: Batch) -> Batch: ...
 
 
+class Screen(Protocol):
+    """Where a run prints; see apps/console."""
+
+    @property
+    def is_shown(self) -> bool: ...
+
+    def print(self, text: str) -> None: ...
+
+
 @dataclass(kw_only=True)
 class Run:
     config: JobConfig
@@ -82,6 +90,7 @@ class Run:
     validation_sets: list[Dataset]
     store: Store
     guard: SpikeGuard | None
+    screen: Screen
     progress: Progress = field(default_factory=Progress)
     saved_step: int = -1
     resumed_own: bool = False
@@ -95,7 +104,6 @@ class Run:
     reference: Precomputed | None = None
     """Reference log-probabilities that were computed before training, for preference tuning."""
     beat: Heartbeat = field(default_factory=Heartbeat)
-    screen: Screen = field(default_factory=Screen)
     callbacks: list[Callback] = field(default_factory=list)
 
     @cached_property

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import overland
+from overland.apps.check.rehearsal import model_of
 from overland.apps.console.opening import data_in_words, precision_in_words
 from overland.apps.console.readme import readme
 from overland.apps.proofs.pool import RankPool
@@ -41,7 +42,6 @@ from overland.models.registry import model_config
 from overland.objectives import objective_for
 from overland.optimizers.registry import rules_of
 from overland.run_folder import RunFolder
-from overland.training.rehearsal import model_of
 from overland.training.schedule import learning_rate
 from overland.world import World
 from tests.data.chats import LLAMA3, ROLES, write_lines, write_tokenizer
@@ -174,7 +174,7 @@ def described(config: JobConfig) -> Settings:
     architecture = model_config(config.model)
     degrees = resolve_degrees(config.parallelism, 8, 4)
     settings = optimizer_settings(config)
-    folder = RunFolder(config)
+    folder = RunFolder.of(config)
     model = model_of(config)
     matrices = [(name, p.ndim) for name, p in model.named_parameters()]
     return {

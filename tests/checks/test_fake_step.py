@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from overland.apps.fake_step import fake_steps, local
+from overland.apps.check.fake_step import fake_steps, local
 from overland.apps.proofs.layout import proof_job
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool

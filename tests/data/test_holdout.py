@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import pytest
 
+from overland.apps.check.rehearsal import require_start
 from overland.checks import load_checked
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded, load_config
@@ -26,7 +27,6 @@ from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from overland.run_folder import PLAN
-from overland.training.rehearsal import require_start
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
 from tests.data.making import write_lines
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from overland.apps.check.rehearsal import require_start
 from overland.apps.convert.convert import convert
 from overland.apps.evaluation.model import open_model
 from overland.apps.proofs.pool import RankPool
@@ -29,7 +30,6 @@ from overland.models.sparse import (
     unpack,
 )
 from overland.training.callbacks import Record
-from overland.training.rehearsal import require_start
 from overland.world import World
 from tests.jobs import run_job, tiny_job
 from tests.models.sparse_parts import sorted_mask

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 from torch import nn
 
-from overland.apps.fake_step import fake_steps
+from overland.apps.check.fake_step import fake_steps
 from overland.config import schema
 from overland.config.derived import resolve_degrees
 from overland.config.load import load_config

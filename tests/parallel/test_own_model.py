@@ -247,7 +247,7 @@ def test_a_checkpoint_without_buffers_still_loads(ranks: RankPool, tmp_path: Pat
 def test_what_a_layout_cannot_do_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flavor: str, layout: str, says: str
 ) -> None:
-    from overland.apps.fake_step import fake_steps
+    from overland.apps.check.fake_step import fake_steps
 
     monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))  # gone after the test
     register()

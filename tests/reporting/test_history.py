@@ -50,22 +50,6 @@ def test_lines_that_were_cut_short_are_passed_over(tmp_path: Path) -> None:
     assert [step for step, _ in follow(path).losses] == [1, 4]
 
 
-def test_where_a_step_stands_twice_the_later_line_counts(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    held_out = {"validation_loss/wiki": 5.0}
-    path.write_text(
-        "".join(line(step, loss=1.0) for step in range(1, 6))
-        + json.dumps({"step": 5, **held_out})
-        + "\n"
-        + line(3, loss=2.0)
-        + line(4, loss=2.0)
-    )
-    found = follow(path)
-    assert found.losses == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
-    assert found.newest["step"] == 4
-    assert found.held_out == {"wiki": []}  # of a step that was undone
-
-
 @pytest.mark.parametrize("how", ["replaced", "cut", "removed"])
 def test_a_file_that_is_another_is_begun_again(tmp_path: Path, how: str) -> None:
     path = tmp_path / "metrics.jsonl"

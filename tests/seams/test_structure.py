@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from overland.apps.fake_step import fake_steps
+from overland.apps.check.fake_step import fake_steps
 from overland.apps.proofs.layout import difference
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool

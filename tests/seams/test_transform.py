@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from overland.apps.fake_step import fake_steps
+from overland.apps.check.fake_step import fake_steps
 from overland.models import ModelError, build_model, resolve_config
 from overland.models import transform as transforms
 from overland.models.init import Constant, Rule

@@ -16,8 +16,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from overland.apps.check.fake_step import fake_steps
 from overland.apps.convert import convert
-from overland.apps.fake_step import fake_steps
 from overland.apps.proofs.layouts import WAYS, parse
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import newest_in

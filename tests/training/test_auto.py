@@ -15,8 +15,8 @@ from overland.config.derived import resolve_degrees
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.registry import model_config
-from overland.training import auto
-from overland.training.auto import resolve_auto
+from overland.training import fit
+from overland.training.fit import resolve_auto
 from overland.world import World
 from tests.jobs import run_job, tiny_job
 
@@ -28,8 +28,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A device with as much memory as an H200, as far as a decision needs one."""
     properties = SimpleNamespace(total_memory=int(139.8 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(auto, "from_first_rank", lambda value: value)
-    monkeypatch.setattr(auto, "has_triton", lambda: True)
+    monkeypatch.setattr(fit, "from_first_rank", lambda value: value)
+    monkeypatch.setattr(fit, "has_triton", lambda: True)
     return properties
 
 
@@ -85,7 +85,7 @@ def test_what_torch_cannot_compile_is_not() -> None:
     base = JobConfig.model_validate({
         "activation_checkpoint": every_other, "parallelism": {"tensor_parallel_degree": 2},
     })  # fmt: skip
-    assert not auto.compiles(base, GPU)
+    assert not fit.compiles(base, GPU)
 
 
 def test_a_cpu_neither_compiles_nor_recomputes() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from overland.training.compile_cache import CompileCache
+from overland.training.callbacks import CompileCache
 from overland.world import World
 
 

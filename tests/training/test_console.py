@@ -15,10 +15,10 @@ import pytest
 
 from overland.apps.console.bar import StepTimes, line_of, others
 from overland.apps.console.closing import next_commands
+from overland.apps.console.screen import Screen
 from overland.apps.console.status_line import Status, draw, smoothed, sparkline
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
-from overland.training.screen import Screen
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Phase
 
@@ -46,7 +46,7 @@ def test_the_next_command_trains_longer_than_what_is_done(tmp_path: Path) -> Non
             {"job": {"dump_folder": str(tmp_path)}, "training": settings}
         )
         run: Any = SimpleNamespace(
-            config=config, folder=RunFolder(config), dataset=SimpleNamespace(tokenizer=None)
+            config=config, folder=RunFolder.of(config), dataset=SimpleNamespace(tokenizer=None)
         )
         assert any(one.endswith(longer) for one in next_commands(run, done))
 
@@ -141,7 +141,7 @@ def test_the_loss_is_smoothed_unless_it_is_broken() -> None:
 def test_plain_lines_say_what_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("overland.training.screen.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("overland.apps.console.screen.SILENT_SECONDS", 0.0)
     beat, said = Heartbeat(), ""
     beat.enter(Phase.BUILDING, doing="compiling")
     with Screen(beat=beat):
@@ -180,7 +180,7 @@ def test_the_profiler_says_nothing() -> None:
 def test_runs_share_a_folder_of_events_outside_of_them_by_name(tmp_path: Path) -> None:
     def folder(name: str, tb: str) -> RunFolder:
         sections = {"job": {"dump_folder": name}, "metrics": {"save_tb_folder": tb}}
-        return RunFolder(JobConfig.model_validate(sections))
+        return RunFolder.of(JobConfig.model_validate(sections))
 
     assert folder("runs/a", "tb").tb == Path("runs/a/tb")
     assert folder("runs/a", "/scratch/tb").tb == Path("/scratch/tb/a")

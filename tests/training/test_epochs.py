@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from overland.apps.check.rehearsal import known_steps
 from overland.apps.proofs.data import prove_data
 from overland.apps.proofs.pool import RankPool
 from overland.apps.watch.watch import Watch
@@ -18,7 +19,7 @@ from overland.data.ledger import read_ledger
 from overland.data.prepare import training_data
 from overland.errors import DataError
 from overland.run_folder import RunFolder
-from overland.training.schedule import known_steps, with_steps
+from overland.training.epochs import with_steps
 from overland.world import World
 from tests.data.corpora import Numbered, make_corpus
 from tests.jobs import run_job, tiny_job
@@ -68,7 +69,7 @@ def test_sessions_on_other_ranks_end_after_the_same_step(
     (tmp_path / "run" / "STOP").touch()  # ends the first session after a step
     assert len(ranks.run(1, train, job(tmp_path, corpus, epochs=1.0))[0]) == 1
     assert len(ranks.run(2, train, job(tmp_path, corpus, 2, epochs=1.0))[0]) == 3
-    folder = RunFolder(job(tmp_path, corpus))
+    folder = RunFolder.of(job(tmp_path, corpus))
     assert folder.steps_done() == 4
     assert folder.kept_epochs() == 1.0
     assert check_config(load_config(str(folder.config), (), {}), 2) == []

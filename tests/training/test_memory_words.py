@@ -12,15 +12,14 @@ import torch
 
 from overland.apps.proofs.pool import RankPool
 from overland.cli.check import lack_of_memory, report
-from overland.cluster.error_kinds import error_kind
 from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.errors import Kind, TrainingError
 from overland.models.registry import model_config
 from overland.parallel.comm import process_group
-from overland.training import out_of_memory as out_of_memory_
+from overland.training import fit
 from overland.training.build import build_run
-from overland.training.out_of_memory import (
+from overland.training.fit import (
     is_out_of_memory,
     out_of_memory,
     rank_killed,
@@ -28,6 +27,7 @@ from overland.training.out_of_memory import (
 )
 from overland.world import World, devices
 from overland.world.devices import MemoryState, machine_memory
+from overland.world.last_words import error_kind
 from tests.jobs import TINY_MODEL, tiny_job
 
 
@@ -71,7 +71,7 @@ def test_a_rank_that_was_killed_beside_gpus_lacked_the_machines_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_job(tmp_path)
-    monkeypatch.setattr(out_of_memory_, "memory_state", lambda: MemoryState(0.0, 8))
+    monkeypatch.setattr(fit, "memory_state", lambda: MemoryState(0.0, 8))
     before = MemoryState(3 * 2**30, 7)
     said = rank_killed(config, model_config(config.model), 8, torch.device("cuda"), before)
     assert "this machine had 3.0 GiB free for 8 ranks. To use less: checkpoint.async_mode" in said
@@ -83,7 +83,7 @@ def test_a_rank_that_someone_killed_did_not_lack_memory(
     config = tiny_job(tmp_path)
     for kills, words in ((7, "not for lack of memory"), (None, "perhaps because the machine ran")):
         state = MemoryState(18 * 2**30, kills)
-        monkeypatch.setattr(out_of_memory_, "memory_state", lambda state=state: state)
+        monkeypatch.setattr(fit, "memory_state", lambda state=state: state)
         said = rank_killed(config, model_config(config.model), 2, torch.device("cpu"), state)
         assert words in said
 
@@ -110,11 +110,11 @@ def test_a_run_that_may_fit_is_not_refused(tmp_path: Path, monkeypatch: pytest.M
     config = tiny_job(tmp_path)
     model, degrees = model_config(config.model), resolve_degrees(config.parallelism, 2)
     cpu = torch.device("cpu")
-    peak = out_of_memory_.estimate(config, model, degrees, cpu).peak
+    peak = fit.estimate(config, model, degrees, cpu).peak
     arguments = config, model, degrees, cpu, 0.0, 2
-    monkeypatch.setattr(out_of_memory_, "machine_memory", lambda: 2 * peak / 1.49)
+    monkeypatch.setattr(fit, "machine_memory", lambda: 2 * peak / 1.49)
     require_memory(*arguments)
-    monkeypatch.setattr(out_of_memory_, "machine_memory", lambda: 2 * peak / 1.51)
+    monkeypatch.setattr(fit, "machine_memory", lambda: 2 * peak / 1.51)
     with pytest.raises(TrainingError, match="check_memory"):
         require_memory(*arguments)
     off = config.model_copy(
@@ -126,8 +126,8 @@ def test_a_run_that_may_fit_is_not_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_jobs_limit_is_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)
-    both = [(tmp_path / "new", devices._GROUPS), (tmp_path / "old", devices._OLD_GROUPS)]
-    monkeypatch.setattr(devices, "_control_groups", lambda: both)
+    monkeypatch.setattr(devices, "_control_groups", lambda: [tmp_path / "new"])
+    monkeypatch.setattr(devices, "_old_control_groups", lambda: [tmp_path / "old"])
     amounts = {"MemTotal": 100 * 2**30, "SwapTotal": 2**30}
     monkeypatch.setattr(devices, "_meminfo", lambda: amounts)
     assert machine_memory() == 101 * 2**30
@@ -153,7 +153,7 @@ def test_check_says_what_train_would_refuse(
     """Of a GPU, only its memory is asked for."""
     config = tiny_job(tmp_path)
     assert lack_of_memory(config, 1) == []
-    monkeypatch.setattr(out_of_memory_, "machine_memory", lambda: 1000.0)
+    monkeypatch.setattr(fit, "machine_memory", lambda: 1000.0)
     gpu = SimpleNamespace(total_memory=1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(devices, "device_type", lambda wanted: where)
@@ -168,14 +168,14 @@ def test_what_check_counts_is_what_ranks_hold(
     config = tiny_job(tmp_path, lora={"rank": 4}, training={"dtype": "float32"})
     held = sum(ranks.run(2, held_by, config)) / 2
     found: list[float] = []
-    monkeypatch.setattr(out_of_memory_, "require_memory", lambda *given: found.append(given[4]))
+    monkeypatch.setattr(fit, "require_memory", lambda *given: found.append(given[4]))
     assert lack_of_memory(config, 2) == []
     assert found == [pytest.approx(held, rel=0.01)]
 
 
 def held_by(world: World, config: JobConfig) -> float:
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
-    return out_of_memory_.held_bytes(run.model.parts, run.config)
+    return fit.held_bytes(run.model.parts, run.config)
 
 
 def test_check_says_at_its_end_that_train_would_refuse(

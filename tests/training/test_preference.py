@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from overland.apps.fake_step import fake_steps
+from overland.apps.check.fake_step import fake_steps
 from overland.apps.proofs.pool import RankPool
 from overland.checks.hyperparameters import check_objective
 from overland.config.load import Loaded

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from overland.apps.check.rehearsal import require_start, try_newest
 from overland.apps.data.build import build
 from overland.apps.proofs.pool import RankPool
 from overland.checks import check_config
@@ -25,7 +26,6 @@ from overland.data.corpus import lay_out
 from overland.data.prepare import training_data, validation_data
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.errors import CheckpointError, DataError
-from overland.training.rehearsal import require_start, try_newest
 from overland.world import World
 from tests.data.chats import ASKS, LLAMA3, ROLES, write_tokenizer
 from tests.data.chats import write_lines as write_records
@@ -441,7 +441,7 @@ def test_the_newest_checkpoint_is_the_one_that_is_named(
             raise CheckpointError(f"{path.name} is damaged")
         return []
 
-    monkeypatch.setattr("overland.training.rehearsal.try_checkpoint", tried)
+    monkeypatch.setattr("overland.apps.check.rehearsal.try_checkpoint", tried)
     config, paths = tiny_job(tmp_path), [tmp_path / f"step_{i}" for i in (1, 2, 3)]
     assert try_newest(paths, config, None) == [
         "step_3 is damaged; step_1 will be resumed", "step_2 is damaged; step_1 will be resumed"

@@ -18,6 +18,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from overland.apps.check.rehearsal import try_newest
+from overland.apps.console.screen import Screen
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
@@ -32,9 +34,7 @@ from overland.training import saving, stop
 from overland.training.build import build_run
 from overland.training.callbacks import Callback
 from overland.training.loop import train
-from overland.training.rehearsal import try_newest
 from overland.training.run import Run
-from overland.training.screen import Screen
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Transfer, read_signs
 from tests.jobs import TINY_MODEL, Recorder, run_job, tiny_job, write_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from overland.apps.fake_step import fake_steps
+from overland.apps.check.fake_step import fake_steps
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from overland.apps.check.rehearsal import require_start
 from overland.apps.proofs.data import prove_data
 from overland.apps.proofs.pool import RankPool
 from overland.checks import load_checked
@@ -23,7 +24,6 @@ from overland.data.tokenizer import Tokenizer
 from overland.training import loop
 from overland.training.build import build_run
 from overland.training.loop import train
-from overland.training.rehearsal import require_start
 from overland.world import World
 from tests.data.chats import LLAMA3, PLAIN_CHATML, ROLES, write_lines, write_tokenizer
 from tests.jobs import TINY_MODEL, losses_and_norms, run_job, tiny_job, write_model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from overland.apps.console.screen import Screen
 from overland.apps.console.status_line import Status, draw, smoothed
 from overland.data.corpus import Corpus
 from overland.run_folder import METRIC_NAMES
@@ -30,6 +31,7 @@ class Console(Callback):
     """Draws the progress bar with messages above it, or prints plain lines without a terminal."""
 
     def __init__(self, run: Run) -> None:
+        assert isinstance(run.screen, Screen)
         self.run, self.screen = run, run.screen
         self.losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self.record: Record = {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from textwrap import indent
 from typing import TYPE_CHECKING
 
+from overland.apps.console.opening import table
 from overland.objectives.objective import NextToken
 from overland.plugins import plugin
 from overland.run_folder import NOT_SAVED
@@ -36,7 +38,7 @@ def closing(run: Run, result: Trained, is_new: bool) -> str:
             f"Nothing left to do: {how_far(run, result.step)}. `--resume none` starts a new run "
             f"next to it."
         )
-    parts = [f"\n{first}", table(losses(run, result) | places(run, result))]
+    parts = [f"\n{first}", indent(table(losses(run, result) | places(run, result)), "  ") + "\n"]
     if run.dataset.tokenizer is not None:
         parts.append(plugin("samples").samples_in_words(run, run.dataset.tokenizer))
     parts.append(
@@ -83,11 +85,6 @@ def places(run: Run, result: Trained) -> dict[str, str]:
     if config.metrics.enable_tensorboard:
         found["TensorBoard"] = str(folder.tb)
     return found
-
-
-def table(rows: dict[str, str]) -> str:
-    width = max(map(len, rows), default=0)
-    return "".join(f"  {name:{width}}  {value}\n" for name, value in rows.items())
 
 
 def next_commands(run: Run, done: int) -> list[str]:

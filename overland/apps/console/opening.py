@@ -14,8 +14,8 @@ from overland.config.schema import JobConfig
 from overland.data.registry import held_out_sources, sources_of, validates_on_holdout
 from overland.models.flops import measure_of
 from overland.run_folder import RunFolder
+from overland.training.fit import GIB, estimate
 from overland.training.memory import can_estimate
-from overland.training.out_of_memory import GIB, estimate
 from overland.training.sessions import precision_of
 from overland.words import number_of
 from overland.world import World
@@ -41,7 +41,7 @@ def opening(
         "layout": layout_in_words(degrees),
         "precision": precision_in_words(config),
         "memory": memory_in_words(config, architecture, degrees, device),
-        "run": run_in_words(config, RunFolder(config)),
+        "run": run_in_words(config, RunFolder.of(config)),
     }
     return table(lines)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from overland.cluster.error_kinds import error_kind, error_place
 from overland.cluster.supervise.faults import (
     Fault,
     Findings,
@@ -27,7 +26,7 @@ from overland.errors import (
     TrainingError,
 )
 from overland.world.flight_recorder import Wait
-from overland.world.signals import ENDED, SAYS, say
+from overland.world.last_words import ENDED, SAYS, error_kind, error_place, say
 
 
 def caused_by(cause: Exception, error: Exception) -> Exception:

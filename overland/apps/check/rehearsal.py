@@ -22,7 +22,7 @@ from overland.checkpoint.folder import committed, lack_of_room, newest_in
 from overland.checkpoint.lazy import MODEL
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import open_checkpoint, refuse_unused, require_fit
-from overland.config.derived import model_name
+from overland.config.derived import model_name, resolve_dtype
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, in_order
 from overland.config.schema import DataSource, JobConfig
@@ -30,11 +30,12 @@ from overland.data import registry
 from overland.data.arrays import Arrays, require_fields
 from overland.data.corpora import AnyCorpus, Preparer, check_same_tokenizer, trained_size
 from overland.data.corpus import Corpus
+from overland.data.corpus_folder import is_corpus
 from overland.data.holdout import check_fewer, require_both_sides
 from overland.data.leakage import check_held_out, same_data
 from overland.data.look import Beginning, Untrained, look_at
 from overland.data.plan import Plan, check_same_holdout, check_same_order
-from overland.data.prepare import check_still_there, corpora_of
+from overland.data.prepare import check_still_there, corpora_of, training_data
 from overland.data.registry import (
     VALIDATION,
     held_by_wanted,
@@ -46,13 +47,13 @@ from overland.data.registry import (
 )
 from overland.data.sampler import NoDocuments
 from overland.data.sources import Source
+from overland.data.sources.array_list import is_array_list
 from overland.data.tokenizer import SMALLEST, Tokenizer
 from overland.data.tokenizer_choice import OF_TRAINING, asked_policy, one_tokenizer, tokenizer_for
 from overland.errors import CheckpointError, DataError, MismatchError, ModelError
-from overland.models.build import freeze, transforms_for
+from overland.models.build import build_undivided
 from overland.models.flops import casts_samples, sample_fields
-from overland.models.registry import build_model, model_config
-from overland.models.transform import apply_transforms
+from overland.models.registry import model_config
 from overland.models.weights import load_hf
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import rules_of, state_bytes, state_kinds
@@ -60,15 +61,15 @@ from overland.optimizers.rule import Scalar
 from overland.parallel.sharding import named_buffers, named_parameters
 from overland.plugins import plugin
 from overland.run_folder import RunFolder
-from overland.training.resume import is_hf, open_foreign, preparer_for, require_weights
-from overland.training.state import (
-    check_changes,
-    check_same_optimizer,
-    choose_tensors,
+from overland.training.epochs import num_steps
+from overland.training.resume import check_changes, choose_tensors, naming_keys, preparer_for
+from overland.training.start import (
     find_left_out,
-    naming_keys,
+    is_hf,
+    new_rows_of,
+    open_foreign,
+    require_weights,
 )
-from overland.training.vocabulary import new_rows_of
 from overland.words import any_of
 
 
@@ -98,7 +99,7 @@ class Rehearsal:
     """The same, or what stands in for it."""
 
     @contextmanager
-    def told(self, key: str) -> Iterator[None]:
+    def recorded(self, key: str) -> Iterator[None]:
         """Records an error as a problem of that key, and lets the rehearsal continue."""
         try:
             yield
@@ -127,7 +128,7 @@ class Rehearsal:
 
     def folders(self) -> None:
         """Checks that the folders a run writes to can be created and written."""
-        config, folder = self.config, RunFolder(self.config)
+        config, folder = self.config, RunFolder.of(self.config)
         wanted = {"job.dump_folder": folder.root}
         if config.metrics.enable_tensorboard:
             wanted["metrics.save_tb_folder"] = folder.tb
@@ -136,7 +137,7 @@ class Rehearsal:
         if config.profiling.enable_profiling:
             wanted["profiling.save_traces_folder"] = folder.traces
         for key, path in wanted.items():
-            with self.told(key):
+            with self.recorded(key):
                 require_place(path)
 
     def data(self) -> None:
@@ -144,14 +145,14 @@ class Rehearsal:
         config, wanted = self.config, sources_of(self.config)
         made = {name for name, source in wanted.items() if is_made(name, source)}
         if config.data.mixture == "documents" and made:
-            with self.told("data.mixture"):
+            with self.recorded("data.mixture"):
                 raise NoDocuments
-        with self.told("data.holdout"):
-            self.preparer = preparer_for(config, RunFolder(config))
+        with self.recorded("data.holdout"):
+            self.preparer = preparer_for(config, RunFolder.of(config))
         self.preparer = replace(self.preparer, trains=False, report=self.report)
         size = max(SMALLEST, trained_size(config.data, self.vocab_size))
         self.tokenizer = Untrained(size, add_eos=config.data.add_eos is not False)
-        with self.told("model.hf_assets_path"):
+        with self.recorded("model.hf_assets_path"):
             if not self.lacks_tokenizer:
                 there = {name: one for name, one in wanted.items() if self.is_there(name, one)}
                 self.given = tokenizer_for(config, there, self.vocab_size, self.preparer)
@@ -159,19 +160,19 @@ class Rehearsal:
         corpora: dict[str, Corpus] = {}
         begun: dict[str, Beginning] = {}
         for name, source in wanted.items():
-            with self.told(self.key_of(name, source)):
+            with self.recorded(self.key_of(name, source)):
                 found = self.look(training_table(config, name), name, source)
                 corpora |= {name: found} if isinstance(found, Corpus) else {}
                 begun |= {name: found} if isinstance(found, Beginning) else {}
-        with self.told("data.sources"):
+        with self.recorded("data.sources"):
             places: dict[str, Source | Path] = {n: one.folder for n, one in corpora.items()}
             places |= {name: one.source for name, one in begun.items()}
             self.note(*(same_data(places, wanted) if len(wanted) > 1 else []))
-        with self.told("data.holdout"):
+        with self.recorded("data.holdout"):
             counts = {name: one.documents for name, one in begun.items()}
             counts |= {name: num_documents(one) for name, one in corpora.items()}
             self.both_sides({name: counts.get(name) for name in wanted if name not in made})
-        with self.told("data"):
+        with self.recorded("data"):
             kept = one_tokenizer(self.given, corpora, asked_policy(config))
             tokens = made | {name for name, one in begun.items() if one.kind == "tokens"}
             # A tokenizer is trained if any source is text; otherwise the corpora bring theirs.
@@ -179,12 +180,12 @@ class Rehearsal:
                 self.tokenizer = kept
         by_path = config.validation.dataset_path is not None
         main = "validation.dataset_path" if by_path else "validation.dataset"
-        with self.told(main if not config.validation.sets else "validation"):
+        with self.recorded(main if not config.validation.sets else "validation"):
             if config.validation.enable:
                 check_held_out(config)
         for name, source in held_out_sources(config).items():
             table = validation_table(config, name)
-            with self.told(main if table == VALIDATION else table):
+            with self.recorded(main if table == VALIDATION else table):
                 found = self.look(table, name, source)
                 if isinstance(found, Corpus) and not isinstance(self.tokenizer, Untrained):
                     one_tokenizer(self.tokenizer, {name: found}, whose=OF_TRAINING)
@@ -249,21 +250,21 @@ class Rehearsal:
         """Checks that the checkpoint to resume, or the weights to start from, fit model and
         data."""
         config, settings = self.config, self.config.checkpoint
-        folder = RunFolder(config)
+        folder = RunFolder.of(config)
         own = committed(folder.checkpoints)
         if settings.resume not in ("auto", "none"):
             path = Path(settings.resume).expanduser()
             if path.exists():
-                with self.told("checkpoint.resume"):
+                with self.recorded("checkpoint.resume"):
                     self.note(*try_checkpoint(newest_in(path), config, self.given))
         elif settings.enable and settings.resume == "auto" and own:
-            with self.told("job.dump_folder"):
+            with self.recorded("job.dump_folder"):
                 corpora_of(folder.root)
                 self.note(*try_newest(own, config, self.given))
         elif settings.initial_load_path is not None:
             path = Path(settings.initial_load_path).expanduser()
             if path.exists():
-                with self.told("checkpoint.initial_load_path"):
+                with self.recorded("checkpoint.initial_load_path"):
                     try_weights(path, config)
 
     def room(self) -> None:
@@ -276,7 +277,7 @@ class Rehearsal:
         trained = {n: tuple(p.shape) for n, p in parameters.items() if p.requires_grad}
         size = sum(p.numel() * width for p in parameters.values())
         size += int(state_bytes(config, trained, saved=True))
-        if words := lack_of_room(RunFolder(config).checkpoints, config.checkpoint, size):
+        if words := lack_of_room(RunFolder.of(config).checkpoints, config.checkpoint, size):
             key = "job.dump_folder"
             self.problems.append(Problem(words, self.loaded.where(key), key, kind="note"))
 
@@ -329,14 +330,13 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
     with open_checkpoint(path) as checkpoint:
         facts = checkpoint.run
         notes = check_changes(path, facts, config, model_config(config.model))
-        if not config.checkpoint.skip_optimizer:
-            check_same_optimizer(checkpoint, config.optimizer, state)
-        if checkpoint.index.kind != "local":  # a local one holds the ranks' own pieces
-            refuse_unused(path, checkpoint.tensors, state)
+        optimizer = None if config.checkpoint.skip_optimizer else config.optimizer
+        chosen = choose_tensors(checkpoint, state, buffers, state, optimizer)
+        if checkpoint.index.kind != "local":
             if (origin := Origin.from_json(facts)) is not None:
                 find_left_out(origin, config, look_only=True)
             has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
-            require_fit(path, has, choose_tensors(checkpoint, state, buffers, rank=0).tensors)
+            require_fit(path, has, chosen.tensors)
     plan = (facts.get("data") or {}).get("plan")
     if plan is not None:
         saved = Plan.from_json(plan)
@@ -375,11 +375,12 @@ def try_weights(path: Path, config: JobConfig) -> None:
 
 
 def model_of(config: JobConfig) -> nn.Module:
+    """Returns the whole model on the meta device. Any device will do, and attention kernels need
+    theirs."""
+    training = resolve_dtype(config.training, "cuda")
+    config = config.model_copy(update={"training": training})
     with torch.device("meta"):
-        model = build_model(model_config(config.model), config.model.attention)
-        apply_transforms(model, transforms_for(config))
-    freeze(model, config.model.freeze)
-    return model
+        return build_undivided(model_config(config.model), config)
 
 
 def state_of(model: nn.Module, config: JobConfig) -> dict[str, Tensor]:
@@ -397,3 +398,21 @@ def state_of(model: nn.Module, config: JobConfig) -> dict[str, Tensor]:
                 size = () if isinstance(kind, Scalar) else shape
                 state[f"{PREFIX}{name}.{kept}"] = torch.empty(size, device="meta")
     return state
+
+
+def known_steps(config: JobConfig, global_batch_size: int) -> int | None:
+    """Returns the number of steps, if it can be known without tokenizing anything."""
+    if config.training.epochs is None:
+        return config.training.steps
+    ((name, wanted),) = ((name, one) for name, one in sources_of(config).items() if one.weight)
+    folder = registry.find_folder(name, wanted, config.data)
+    is_made = registry.is_made(name, wanted)
+    is_list = folder is not None and folder.is_file() and is_array_list(folder)
+    is_built = folder is not None and is_corpus(folder) and not config.data.holdout
+    if not (is_made or is_list or is_built):
+        return None
+    dataset = training_data(config, global_batch_size, None, Preparer())
+    try:
+        return num_steps(dataset, config.training)
+    finally:
+        dataset.close()

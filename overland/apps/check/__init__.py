@@ -1,0 +1,2 @@
+"""What `overland check` and `overland submit` find out about a run without starting it: what would
+stop it before its first step (`rehearsal.py`), and one step on fake tensors (`fake_step.py`)."""
