@@ -47,6 +47,7 @@ def test_a_sum_of_all_that_hangs_is_a_failure_of_the_whole(
     assert "did not finish within" in report.failure
 
 
+@pytest.mark.long
 def test_tasks_of_torchrun_find_the_first_of_them(tmp_path: Path) -> None:
     words = ["torch.distributed.run", "--nproc-per-node=2", "-m", "overland", "preflight"]
     done = subprocess.run(

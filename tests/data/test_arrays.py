@@ -145,7 +145,9 @@ def session(config: JobConfig, ledger: Ledger, steps: range, ranks: int, saved: 
     return dataset.plan.to_json()
 
 
-@pytest.mark.parametrize("mixture", ["sequences", "documents"])
+@pytest.mark.parametrize(
+    "mixture", ["documents", pytest.param("sequences", marks=pytest.mark.long)]
+)
 def test_killed_sessions_on_other_ranks_feed_what_an_unbroken_run_does(
     tmp_path: Path, mixture: str
 ) -> None:

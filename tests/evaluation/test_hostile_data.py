@@ -109,6 +109,7 @@ def test_a_vocabulary_larger_than_the_tokenizer_is_fine(tmp_path: Path) -> None:
     assert alone(wide, lines(tmp_path, TEXT))["tokens"] > 100
 
 
+@pytest.mark.long
 def test_a_built_corpus_gives_the_numbers_of_its_text(model: Path, tmp_path: Path) -> None:
     path = lines(tmp_path, TEXT, "second " * 50, TEXT[::-1])
     build = ("data", "build", str(path), "--out", "built", "--tokenizer", str(model))
@@ -156,6 +157,7 @@ def refuse_on_rank(world: World, model: Path, path: Path, output: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.long
 def test_tensor_parallelism_that_does_not_divide_is_refused(
     tmp_path: Path, ranks: RankPool
 ) -> None:
@@ -280,6 +282,7 @@ def test_a_folder_that_cannot_be_written_to_is_reported_and_the_result_given(
     assert any("progress cannot be saved" in one for one in said)
 
 
+@pytest.mark.long
 def test_two_evaluations_at_once_do_not_disturb_each_other(model: Path, tmp_path: Path) -> None:
     path = lines(tmp_path, *[TEXT] * 20)
     words = ("eval", str(model), "--data", str(path), "--context", "8", "--output", "out", "--json")
@@ -292,7 +295,7 @@ def test_two_evaluations_at_once_do_not_disturb_each_other(model: Path, tmp_path
     assert len(list((tmp_path / "out").iterdir())) == 1
 
 
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("shard", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_more_ranks_than_documents(
     model: Path, tmp_path: Path, ranks: RankPool, shard: bool
 ) -> None:

@@ -69,12 +69,18 @@ INFERENCE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**HEADS, "ROWS": 16, "KEYS": 128, "PARTS": 8, "WINDOW": 0}),
 }  # fmt: skip
 CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
+LONG = {90: (), 80: pytest.mark.long, 100: pytest.mark.long}
 FLOAT8_FROM = 89
 
 
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [(k, c) for k in KERNELS for c in CAPABILITIES if k != "float8" or c >= FLOAT8_FROM],
+    [
+        pytest.param(k, c, marks=LONG[c])
+        for k in KERNELS
+        for c in CAPABILITIES
+        if k != "float8" or c >= FLOAT8_FROM
+    ],
 )
 def test_compiles(
     name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +96,7 @@ def test_compiles(
 @pytest.mark.parametrize(
     ("name", "capability"),
     [
-        (k, c)
+        pytest.param(k, c, marks=() if k == "rows" else LONG[c])
         for k in INFERENCE
         for c in CAPABILITIES
         if c == 90 or k in ("rows", "attend in parts")

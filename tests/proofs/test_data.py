@@ -103,7 +103,7 @@ def test_sessions_on_other_ranks_are_proven_together(
         assert 2.8 < code / news < 3.2
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_one_wrong_row_of_one_batch_is_caught(ranks: RankPool, texts: Path, num_ranks: int) -> None:
     ranks.run(num_ranks, run_with_a_wrong_row, job(texts, num_ranks))
     verdict = prove_data(texts / "run")
@@ -248,16 +248,13 @@ def test_ranks_that_share_rows_must_be_given_the_same(ranks: RankPool, texts: Pa
         ranks.run(2, run_with_a_wrong_row, config)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_validation_sees_every_row_once_in_any_layout(
-    ranks: RankPool, texts: Path, num_ranks: int
-) -> None:
+def test_validation_sees_every_row_once_in_any_layout(ranks: RankPool, texts: Path) -> None:
     held_out = {
         "enable": True, "freq": 2, "steps": -1, "dataset": "news", "allow_training_data": True,
     }  # fmt: skip
-    config = job(texts, num_ranks, steps=2, validation=held_out)
+    config = job(texts, 2, steps=2, validation=held_out)
     config.data.datasets["news"] = str(texts / "news")
-    loss = ranks.run(num_ranks, validated, config)[0]
+    loss = ranks.run(2, validated, config)[0]
     assert loss == pytest.approx(ranks.run(1, validated, config)[0], rel=1e-9)
 
 
@@ -318,6 +315,6 @@ def ended(world: World, config: JobConfig) -> str:
 
 @pytest.mark.parametrize("story", SHORT, ids=lambda story: story.name.replace(" ", "-"))
 def test_killed_sessions_read_what_one_run_reads(story: Any, tmp_path: Path) -> None:
-    verdict = prove_sessions(story, tmp_path, seed=1, world_sizes=(1, 3, 2, 1))
+    verdict = prove_sessions(story, tmp_path, seed=1, world_sizes=(1, 3, 2))
     assert verdict.problems == []
     assert min(verdict.epochs) >= 2

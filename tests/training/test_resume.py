@@ -103,7 +103,7 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["async", "disabled"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.long)])
 def test_parameters_in_halves_go_on_with_the_same_bits(
     ranks: RankPool, tmp_path: Path, mode: str
 ) -> None:
@@ -125,7 +125,7 @@ def test_parameters_in_halves_go_on_with_the_same_bits(
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_narrow_moments_go_on_with_the_same_bits(
     ranks: RankPool, tmp_path: Path, num_ranks: int
 ) -> None:
@@ -173,10 +173,11 @@ def plain_story(world: World, config: JobConfig) -> list[float]:
     return recorder.losses
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["shard", "full", "four files", "local"])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [("shard", 2), ("full", 2), ("four files", 1), ("local", 2)]
+)
 def test_the_same_ranks_go_on_with_the_same_bits(
-    ranks: RankPool, tmp_path: Path, num_ranks: int, kind: str
+    ranks: RankPool, tmp_path: Path, kind: str, num_ranks: int
 ) -> None:
     how = {"four files": {"type": "full", "full_format": "torch"}}.get(kind, {"type": kind})
     unbroken = ranks.run(num_ranks, story, job(tmp_path / "a", num_ranks=num_ranks))
@@ -256,7 +257,7 @@ def index_files_opened(world: World, config: JobConfig) -> tuple[int, list[str]]
     return step, opened
 
 
-@pytest.mark.parametrize("resume", ["auto", "path"])
+@pytest.mark.parametrize("resume", ["auto", pytest.param("path", marks=pytest.mark.long)])
 def test_one_rank_reads_the_index_for_all(ranks: RankPool, tmp_path: Path, resume: str) -> None:
     ranks.run(2, story, job(tmp_path / "a", steps=3, num_ranks=2))
     how = {"resume": "auto" if resume == "auto" else str(tmp_path / "a")}
@@ -580,8 +581,7 @@ def terminate_on_a_full_disk(world: World, config: JobConfig, at: str) -> tuple[
     return recorder.messages, ""
 
 
-@pytest.mark.parametrize("at", ["retrying the save", ""])
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("at", "adapters"), [("retrying the save", False), ("", True)])
 def test_a_signal_ends_a_run_that_cannot_save(
     ranks: RankPool, tmp_path: Path, at: str, adapters: bool
 ) -> None:

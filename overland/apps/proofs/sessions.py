@@ -82,9 +82,8 @@ STORIES = [
 
 
 SHORT = [
-    SessionStory("built", "pack", "sequences", "few"),
+    SessionStory("built", "overflow", "sequences", "few"),
     SessionStory("streamed", "best_fit", "documents", "many"),
-    SessionStory("streamed", "overflow", "sequences", "few"),
 ]
 
 
