@@ -97,18 +97,20 @@ def main() -> None:
     parser.add_argument("--faults", default="killed stopped memory assert absent save")
     parser.add_argument("--parts", default="supervised alone")
     parser.add_argument("--into", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="a folder for the runs, which stays")
     options = parser.parse_args()
     more = ON_GPU if options.device == "cuda" else ["training.device=cpu"]
     text = HEAD.format(
         ranks=RANKS, device=name_of(options.device), hang=HANG_SECONDS, join=JOIN_SECONDS,
         collective=COLLECTIVE_SECONDS, exact=", deterministic" * (options.device == "cuda"),
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.work or Path(temporary)
         for part in options.parts.split():
             if part == "supervised":
-                text += f"\n{prove_supervised(Path(folder), options.faults.split(), more)}\n"
+                text += f"\n{prove_supervised(folder, options.faults.split(), more)}\n"
             else:
-                text += f"\n{prove_alone(Path(folder) / 'alone', more)}\n"
+                text += f"\n{prove_alone(folder / 'alone', more)}\n"
             options.into.write_text(text)
     print(text)
 
