@@ -1,10 +1,14 @@
 """What the core uses of the applications above it, found by name and imported when first needed, so
-that a run that needs none of it neither loads nor depends on it."""
+that a run that needs none of it neither loads nor depends on it; and optional packages, whose
+absence is an error that names the extra to install."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
+from typing import Any
+
+from overland.errors import DataError, OverlandError
 
 PLUGINS = {
     "dialects": "overland.apps.dialects",  # config files of other trainers
@@ -22,3 +26,20 @@ PLUGINS = {
 
 def plugin(name: str) -> ModuleType:
     return import_module(PLUGINS[name])
+
+
+def need(
+    module: str,
+    what: str,
+    extra: str = "data",
+    error: type[OverlandError] = DataError,
+    note: str = "",
+) -> Any:
+    """Returns the module, or raises an error that says what needs it and how to install it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as missing:
+        package = module.partition(".")[0]
+        if missing.name is not None and missing.name.partition(".")[0] != package:
+            raise
+        raise error(f"{what} needs {package}: pip install 'overland[{extra}]'{note}") from None

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,96 +77,27 @@ def adapters_name(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    root: Path
-    tb: Path
-    checkpoints: Path
-    traces: Path
-    memory_snapshots: Path
-    fallback: Path | None
-    """For the last save of a session, if the run folder's disk fails."""
+    """The paths of a run folder (see above)."""
 
-    @classmethod
-    def of(cls, config: JobConfig) -> RunFolder:
+    def __init__(self, config: JobConfig) -> None:
         root = Path(config.job.dump_folder).expanduser()
-        return cls(
-            root,
-            tb=below(root, config.metrics.save_tb_folder),
-            checkpoints=root / config.checkpoint.folder,
-            traces=below(root, config.profiling.save_traces_folder),
-            memory_snapshots=below(root, config.profiling.save_memory_snapshot_folder),
-            fallback=Path(config.checkpoint.fallback_folder) / root.absolute().name
-            if config.checkpoint.fallback_folder
-            else None,
-        )
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / METRICS
-
-    @property
-    def undone_metrics(self) -> Path:
-        """The metrics of steps that were undone and taken again, after resuming from an earlier
-        step."""
-        return self.root / UNDONE
-
-    @property
-    def sessions(self) -> Path:
-        return self.root / SESSIONS
-
-    @property
-    def plot(self) -> Path:
-        return self.root / PLOT
-
-    @property
-    def samples(self) -> Path:
-        """The model's answers to `metrics.sample_prompt`, by step."""
-        return self.root / SAMPLES
-
-    @property
-    def config(self) -> Path:
-        return self.root / CONFIG
-
-    @property
-    def readme(self) -> Path:
-        return self.root / README
-
-    @property
-    def logs(self) -> Path:
-        return self.root / LOGS
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.root / TOKENIZER
-
-    @property
-    def data(self) -> Path:
-        """The plan of the data, counts of the contents of its windows, and the ledger."""
-        return self.root / DATA
-
-    @property
-    def plan(self) -> Path:
-        return self.root / PLAN
-
-    @property
-    def fallback_ledger(self) -> Path | None:
-        """The part of the ledger that belongs to a checkpoint in the fallback folder."""
-        return self.fallback / "ledger.bin" if self.fallback is not None else None
-
-    @property
-    def ledger(self) -> Path:
-        return self.root / LEDGER
-
-    @property
-    def hf(self) -> Path:
-        return self.root / "hf"
-
-    @property
-    def done(self) -> Path:
-        """Exists once the last step is taken and saved; its first line is the number. Job scripts
-        read it."""
-        return self.root / DONE
+        fallback = config.checkpoint.fallback_folder
+        self.root = root
+        self.tb = below(root, config.metrics.save_tb_folder)
+        self.checkpoints = root / config.checkpoint.folder
+        self.traces = below(root, config.profiling.save_traces_folder)
+        self.memory_snapshots = below(root, config.profiling.save_memory_snapshot_folder)
+        self.fallback = Path(fallback) / root.absolute().name if fallback else None
+        """For the last save of a session, if the run folder's disk fails."""
+        self.fallback_ledger = self.fallback / "ledger.bin" if self.fallback else None
+        """The part of the ledger that belongs to a checkpoint there."""
+        self.config, self.readme = root / CONFIG, root / README
+        self.metrics, self.undone_metrics = root / METRICS, root / UNDONE
+        self.sessions, self.samples, self.plot = root / SESSIONS, root / SAMPLES, root / PLOT
+        self.data, self.plan, self.ledger = root / DATA, root / PLAN, root / LEDGER
+        self.tokenizer, self.logs, self.hf = root / TOKENIZER, root / LOGS, root / "hf"
+        self.done = root / DONE
 
     def steps_done(self) -> int:
         try:

@@ -99,7 +99,7 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
         devices = ngpu(os.environ) or devices_for(found)[0]
         return _of_config(loaded, Preparer(report=_say), devices), step - 1
     vocab_size = getattr(model_config(loaded.model), "vocab_size", None)
-    folder = RunFolder.of(loaded.model_copy(update={"job": Job(dump_folder=str(run))}))
+    folder = RunFolder(loaded.model_copy(update={"job": Job(dump_folder=str(run))}))
     fed = read_ledger(folder.ledger).fed if folder.ledger.is_file() else {}
     ahead = step - max(fed, default=0)
     batch = fed[step].batch if step in fed else step - 1
@@ -110,7 +110,7 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
 
 def _of_config(config: JobConfig, preparer: Preparer, devices: int) -> Dataset:
     vocab_size = getattr(model_config(config.model), "vocab_size", None)
-    memory, size = RunFolder.of(config).data, global_batch_size(config, devices)
+    memory, size = RunFolder(config).data, global_batch_size(config, devices)
     return training_data(config, size, vocab_size, preparer, memory)
 
 

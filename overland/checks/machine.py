@@ -16,8 +16,7 @@ from overland.config.load import Loaded
 from overland.errors import ModelError
 from overland.models.registry import model_config
 from overland.words import any_of
-from overland.world import sharing
-from overland.world.devices import device_memory
+from overland.world.devices import RANKS_PER_DEVICE, device_memory, mps_note
 
 
 def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
@@ -41,7 +40,7 @@ def check_sharing(loaded: Loaded) -> Iterator[Problem]:
     import torch
 
     def problem(message: str, kind: ProblemKind) -> Problem:
-        return Problem(message, loaded.where(sharing.KEY), sharing.KEY, value, kind=kind)
+        return Problem(message, loaded.where(RANKS_PER_DEVICE), RANKS_PER_DEVICE, value, kind=kind)
 
     if config.comm.backend == "nvshmem":
         yield problem("nvshmem needs a device for each rank; set comm.backend to nccl", "invalid")
@@ -60,7 +59,7 @@ def check_sharing(loaded: Loaded) -> Iterator[Problem]:
         yield problem("is untested on AMD GPUs; start one rank per device", "machine")
     elif not device_memory(torch.device("cuda", 0), value):
         yield problem("leaves no memory of this GPU to each rank; lower it", "machine")
-    elif note := sharing.mps_note():
+    elif note := mps_note():
         yield problem(note, "note")
 
 

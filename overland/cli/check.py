@@ -129,7 +129,7 @@ def report(
         from overland.apps.console.opening import run_in_words, table
         from overland.run_folder import RunFolder
 
-        place = {"run": run_in_words(loaded.config, RunFolder.of(loaded.config))}
+        place = {"run": run_in_words(loaded.config, RunFolder(loaded.config))}
         print(table(lines | place), end="\n\n")
     if missing:
         print("Missing, and needed for training:")

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from overland.apps.progress import progress_bar
 from overland.cli.common import user_errors
-from overland.progress import progress_bar
 
 
 @user_errors

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from overland.apps.progress import progress_bar
 from overland.cli.common import user_errors
 from overland.cli.data_build import build, import_sources, source_at
 from overland.cli.data_preview import preview
-from overland.progress import progress_bar
 from overland.words import number_of
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from overland.apps.progress import progress_bar
 from overland.cli.common import user_errors
-from overland.progress import progress_bar
 
 if TYPE_CHECKING:
     from overland.apps.data.build import BuildState, Built

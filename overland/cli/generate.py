@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from overland.apps.progress import progress_bar
 from overland.cli.common import user_errors
-from overland.progress import progress_bar
 from overland.streams import raw
 
 if TYPE_CHECKING:

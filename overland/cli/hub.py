@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from overland.apps.progress import progress_bar
 from overland.cli.common import user_errors
-from overland.progress import progress_bar
 from overland.streams import raw
 from overland.words import number_of
 

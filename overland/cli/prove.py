@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from overland.apps.progress import progress_bar
 from overland.cli.common import user_errors
-from overland.progress import progress_bar
 
 if TYPE_CHECKING:
     from overland.apps.proofs.layouts import ProofLayout
@@ -283,7 +283,7 @@ def check_device(device: str, ranks_per_device: int | None) -> None:
 def check_sharing(device: str, layouts: list[ProofLayout], ranks_per_device: int | None) -> None:
     """Refuses layouts that need more ranks than may share the GPUs, and says if ranks share any."""
     from overland.config.errors import ConfigError, Problem
-    from overland.world.sharing import mps_note
+    from overland.world.devices import mps_note
 
     if device == "cpu":
         return

@@ -41,9 +41,9 @@ def report(
     The page is one self-contained file: curves, sessions, where the time went, data, samples and
     config. It changes nothing that training uses, so it is safe to run during training.
     """
+    from overland.apps.progress import progress_bar
     from overland.apps.report.summary import open_runs
     from overland.apps.report.write import numbers_of, write_page, write_plots
-    from overland.progress import progress_bar
 
     readers = open_runs(runs)
     for reader in readers:

@@ -243,7 +243,7 @@ def run_place(config: JobConfig) -> RunPlace:
     from overland.errors import ClusterError
     from overland.run_folder import STOPPED, RunFolder
 
-    folder, training = RunFolder.of(config), config.training
+    folder, training = RunFolder(config), config.training
     steps, length = training.steps, f"{training.steps} steps"
     if training.epochs is not None:
         # Epochs become steps only when training starts. If more epochs are asked for than before,

@@ -99,7 +99,7 @@ def train_here(
                 f"set job.dump_folder to change it",
                 file=sys.stderr,
             )
-        root = RunFolder.of(config).root
+        root = RunFolder(config).root
         if "SLURM_JOB_ID" not in os.environ and (note := remove_old_stop(root)):
             print(f"note: {note}", file=sys.stderr)
         if num_ranks > 1:
@@ -118,5 +118,5 @@ def saved_step(config: JobConfig) -> int:
 
     if not config.checkpoint.enable or config.checkpoint.resume != "auto":
         return 0
-    found = committed(RunFolder.of(config).checkpoints)
+    found = committed(RunFolder(config).checkpoints)
     return step_of(found[-1]) if found else 0

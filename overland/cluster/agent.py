@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from overland.cluster.error_kinds import error_kind, error_place
 from overland.cluster.wire import Wire
 from overland.errors import Kind
 from overland.processes import PYTHON, STOPPED_STATES, state_of
@@ -33,8 +34,7 @@ from overland.world.heartbeat import (
     stacks_signal,
     start_heartbeat,
 )
-from overland.world.last_words import error_kind, error_place, say
-from overland.world.signals import SIGNALS
+from overland.world.signals import SIGNALS, say
 
 BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0

@@ -14,10 +14,10 @@ from typing import Any
 
 from overland.cluster.job import BatchJob, sbatch_words
 from overland.cluster.site import NamedSite, Site
+from overland.cluster.slurm_jobs import MOST_RESTARTS
 from overland.config.paths import SECRET
 from overland.errors import ClusterError
-from overland.packages import need
-from overland.slurm import MOST_RESTARTS
+from overland.plugins import need
 from overland.words import control_character
 
 GUARDS = 3  # at most; a job that loses its first node and all guards stays as an empty shell

@@ -21,7 +21,7 @@ from typing import Any
 
 from overland.data.chat_sandbox import SIZE
 from overland.errors import DataError
-from overland.packages import need
+from overland.plugins import need
 from overland.processes import PYTHON
 
 SECONDS = 10  # of the processor, for one text; a conversation takes milliseconds

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from overland.data.tokenizer_files import Beside
 from overland.data.tokenizer_limits import check_rules, library_errors
 from overland.errors import DataError
-from overland.packages import need
+from overland.plugins import need
 
 Ids = npt.NDArray[np.int32]
 Spots = npt.NDArray[np.int64]

@@ -47,7 +47,7 @@ class OutputMatrix:
         chunk = KERNEL_CHUNK_TOKENS if triton_takes(hidden_BSD) else CHUNK_TOKENS
         weights_N = weights_BS.reshape(-1) if weights_BS is not None else None
         hidden_ND, labels_N = hidden_BSD.flatten(0, -2), labels_BS.reshape(-1)
-        total, z_part = _WeightedSum.apply(
+        total, z_part = WeightedSum.apply(
             hidden_ND, self.weight_VD, labels_N, weights_N, z_loss, chunk
         )
         return total, z_part
@@ -60,31 +60,7 @@ class OutputMatrix:
         return losses_N.view(labels_BS.shape)
 
 
-def chunked_cross_entropy(
-    hidden_BSD: Tensor,
-    weight_VD: Tensor,
-    labels_BS: Tensor,
-    chunk_tokens: int | None = None,
-) -> Tensor:
-    """Returns the sum of -log p(label) over labels other than -100, as a float32 (or
-    wider) scalar."""
-    if chunk_tokens is None:
-        return OutputMatrix(weight_VD).weighted_sum(hidden_BSD, labels_BS)[0]
-    hidden_ND, labels_N = hidden_BSD.flatten(0, -2), labels_BS.reshape(-1)
-    total: Tensor = _WeightedSum.apply(hidden_ND, weight_VD, labels_N, None, 0.0, chunk_tokens)[0]
-    return total
-
-
-def plain_cross_entropy(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor) -> Tensor:
-    """The reference that the chunked version is tested against; holds all logits."""
-    logits_NV = (hidden_BSD @ weight_VD.t()).flatten(0, -2)
-    wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    return torch.nn.functional.cross_entropy(
-        logits_NV.to(wide), labels_BS.reshape(-1), ignore_index=IGNORED, reduction="sum"
-    )
-
-
-class _WeightedSum(torch.autograd.Function):
+class WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

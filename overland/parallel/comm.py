@@ -18,11 +18,9 @@ from overland.config.schema import Comm
 from overland.errors import FromFirstRank
 from overland.parallel.mesh import SHARDS, Mesh
 from overland.world import World
-from overland.world.devices import device_identity, device_memory
+from overland.world.devices import device_identity, device_memory, require_own_device, share_devices
 from overland.world.exchange import all_gather, broadcast, greet, part
-from overland.world.rendezvous import open_store, wait_for_all
-from overland.world.secret import secret_of
-from overland.world.sharing import require_own_device, share_devices
+from overland.world.rendezvous import open_store, secret_of, wait_for_all
 
 T = TypeVar("T")
 

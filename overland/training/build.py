@@ -79,7 +79,7 @@ def build_run(
         screen = plugin("console").Screen(rank=world.rank, is_shown=is_shown, beat=beat)
     report = screen.print
     set_seeds(config.debug)
-    folder = RunFolder.of(config)
+    folder = RunFolder(config)
     folder.root.mkdir(parents=True, exist_ok=True)
     degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
     mesh = build_mesh(degrees, device.type)

@@ -31,10 +31,9 @@ from overland.world import World
 from overland.world.devices import MemoryState, device_type, memory_state
 from overland.world.flight_recorder import forget_records, last_wait, record_into
 from overland.world.heartbeat import Heartbeat, Phase, reporting
-from overland.world.last_words import say
 from overland.world.launch import launch_local
 from overland.world.launchers import export_world, find_world
-from overland.world.signals import STOPPED, say_at_signal
+from overland.world.signals import STOPPED, say, say_at_signal
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +110,7 @@ def train(
     if world is not None or num_ranks == 1:
         return train_rank(config, world or World(), printing)
     config = with_fresh_folder(config)
-    folder = RunFolder.of(config)
+    folder = RunFolder(config)
     code, why = launch(config, num_ranks, printing)
     if code in (0, STOPPED):
         return trained(folder, finished=code == 0)
@@ -129,7 +128,7 @@ def launch(config: JobConfig, num_ranks: int, printing: Collection[int]) -> tupl
         path = Path(place) / "config.toml"
         write_config(config, path, full=True)
         before = memory_state()
-        code = launch_local(["train", str(path)], num_ranks, printing, RunFolder.of(config).logs)
+        code = launch_local(["train", str(path)], num_ranks, printing, RunFolder(config).logs)
     was_killed = code == 128 + signal.SIGKILL
     return code, killed_in_words(config, num_ranks, before) if was_killed else ""
 
@@ -161,7 +160,7 @@ def _train_among_ranks(
     from overland.training.owner import owned
 
     kind = device_type(config.training.device)
-    logs = RunFolder.of(config).logs
+    logs = RunFolder(config).logs
     if kind == "cuda" and world.size > 1:
         record_into(logs)
     with process_group(config.comm, world, kind) as device:
@@ -169,7 +168,7 @@ def _train_among_ranks(
             screen.print(f"note: when this run last ended, {words}")
             forget_records(logs)
         config = with_fresh_folder(config, from_first_rank)
-        folder = RunFolder.of(config).root
+        folder = RunFolder(config).root
         with (
             reporting(beat),
             owned(folder, world.is_first),

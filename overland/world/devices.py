@@ -1,4 +1,9 @@
-"""The devices of this machine, and the peak rates of known devices."""
+"""The devices of this machine, the peak rates of known devices, and devices that ranks share.
+
+Several ranks may share a GPU, to try a layout of eight where there is one. NCCL refuses two ranks
+on one device of a host, so every rank is a host of its own to NCCL, which then sends through
+sockets: losses, saves and failures are those of real devices, speed is not.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,21 @@ import os
 import socket
 import sys
 import tomllib
+from collections.abc import MutableMapping
 from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from overland.errors import TrainingError
+from overland.world import World
+
 if TYPE_CHECKING:
     import torch
 
 CONTEXT_BYTES = 2**30  # of a process on a GPU, besides its tensors
+RANKS_PER_DEVICE = "comm.ranks_per_device"
 CPU_RANKS = 2  # without accelerators: enough to make every run distributed
 
 
@@ -110,12 +120,9 @@ def machine_memory() -> float:
         amounts = _meminfo()
         swap = amounts["SwapTotal"]
         most.append(amounts["MemTotal"] + swap)
-    for group in _control_groups():
+    for group, version in _control_groups():
         with suppress(OSError, ValueError):  # missing, or "max"
-            most.append(int((group / "memory.max").read_text()) + swap)
-    for group in _old_control_groups():
-        with suppress(OSError, ValueError):
-            most.append(int((group / "memory.limit_in_bytes").read_text()) + swap)
+            most.append(int((group / version.limit).read_text()) + swap)
     for name, count in (("SLURM_MEM_PER_NODE", "1"), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):
         with suppress(ValueError):
             megabytes = int(os.environ.get(name, "0")) * int(os.environ.get(count, count))
@@ -142,21 +149,49 @@ def available_memory() -> float:
     free = [float("inf")]
     with suppress(OSError, KeyError, ValueError):
         free.append(_meminfo()["MemAvailable"])
-    for group in _control_groups():
+    for group, version in _control_groups():
         with suppress(OSError, ValueError, KeyError):  # missing, or "max"
-            limit = int((group / "memory.max").read_text())
-            used = int((group / "memory.current").read_text())
+            limit = int((group / version.limit).read_text())
+            used = int((group / version.used).read_text())
             words = (group / "memory.stat").read_text().split()
-            cached = int(dict(zip(words[::2], words[1::2], strict=True))["inactive_file"])
-            free.append(limit - used + cached)
-    for group in _old_control_groups():
-        with suppress(OSError, ValueError, KeyError):
-            limit = int((group / "memory.limit_in_bytes").read_text())
-            used = int((group / "memory.usage_in_bytes").read_text())
-            words = (group / "memory.stat").read_text().split()
-            cached = int(dict(zip(words[::2], words[1::2], strict=True))["total_inactive_file"])
+            cached = int(dict(zip(words[::2], words[1::2], strict=True))[version.cached])
             free.append(limit - used + cached)
     return min(free)
+
+
+def share_devices(world: World, env: MutableMapping[str, str] = os.environ) -> None:
+    """Sets what NCCL reads, before its first call. What the user has set stays."""
+    env["NCCL_HOSTID"] = f"rank{world.rank}"
+    env.setdefault("NCCL_NET", "Socket")
+    if world.size == world.local_size:  # the loopback exists on every machine and is always up
+        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def require_own_device(devices: list[str], ranks_per_device: int) -> None:
+    """Raises if more ranks share a device than the config says, which NCCL would refuse in words of
+    its own. `devices`: an identity for every rank."""
+    by_device: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        by_device.setdefault(device, []).append(rank)
+    ranks = max(by_device.values(), key=len)
+    if len(ranks) > ranks_per_device:
+        few = ", ".join(map(str, ranks[:4])) + (" …" if len(ranks) > 4 else "")
+        raise TrainingError(
+            f"{len(ranks)} ranks ({few}) have the same GPU, and {RANKS_PER_DEVICE} = "
+            f"{ranks_per_device}. Start one rank per device, or set {RANKS_PER_DEVICE}="
+            f"{len(ranks)} to try this layout on fewer devices"
+        )
+
+
+def mps_note(env: MutableMapping[str, str] = os.environ) -> str:
+    """Returns what to say if NVIDIA's MPS does not run; empty if it does."""
+    pipes = Path(env.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    if (pipes / "control").exists():
+        return ""
+    return (
+        "the ranks take turns on their device; start `nvidia-cuda-mps-control -d` before to let "
+        "them compute side by side"
+    )
 
 
 def _meminfo() -> dict[str, int]:
@@ -164,29 +199,37 @@ def _meminfo() -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
 
 
-def _control_groups() -> list[Path]:
-    """Returns this process's control group and its parents: each may set a limit."""
-    root = Path("/sys/fs/cgroup")
-    groups = [root]
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                group = root / line[len("0::") :].lstrip("/")
-                groups += [group, *(p for p in group.parents if root in p.parents)]
-    return groups
+class _Groups(NamedTuple):
+    """Where a version of control groups says what a group may use, and uses."""
+
+    root: str
+    limit: str
+    used: str
+    cached: str  # in memory.stat
 
 
-def _old_control_groups() -> list[Path]:
-    """The same for version 1 of control groups. In a container, the group may be mounted as the
-    root."""
-    root = Path("/sys/fs/cgroup/memory")
-    groups = [root]
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if "memory" in kinds.split(","):
-                group = root / path.lstrip("/")
-                groups += [group, *(p for p in group.parents if root in p.parents)]
+_GROUPS = _Groups("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_OLD_GROUPS = _Groups(
+    "/sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+)
+
+
+def _control_groups() -> list[tuple[Path, _Groups]]:
+    """Returns this process's control groups and their parents: each may set a limit. In a
+    container, a group may be mounted as the root."""
+    groups = [(Path(version.root), version) for version in (_GROUPS, _OLD_GROUPS)]
+    for line in _lines("/proc/self/cgroup"):
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        version = _OLD_GROUPS if kinds else _GROUPS
+        root = Path(version.root)
+        group = root / path.lstrip("/")
+        above = [parent for parent in group.parents if root in parent.parents]
+        groups += [(one, version) for one in (group, *above)]
     return groups
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from overland.errors import ClusterError
 from overland.world.records import from_json, to_json
-from overland.world.secret import VARIABLE
+from overland.world.rendezvous import SECRET
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
@@ -43,7 +43,7 @@ def greet(secret: bytes) -> None:
         if not hmac.compare_digest(proof, _sign(key, _name(rank))):
             raise ClusterError(
                 f"rank {rank} does not know the secret of this job: another program has taken its "
-                f"place, or the ranks have different ones; set {VARIABLE} to the same random "
+                f"place, or the ranks have different ones; set {SECRET} to the same random "
                 "characters for all of them"
             )
     _key = key

@@ -35,9 +35,7 @@ from overland.world.heartbeat import (
     read_signs,
     waited_for,
 )
-from overland.world.rendezvous import FIRST_PORT
-from overland.world.secret import VARIABLE as SECRET
-from overland.world.secret import new_secret
+from overland.world.rendezvous import FIRST_PORT, SECRET, new_secret
 from overland.world.signals import (
     ENDED_AT_ONCE,
     ERRORS,

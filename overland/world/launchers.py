@@ -100,20 +100,15 @@ def _given_rendezvous(env: Mapping[str, str], size: int) -> Rendezvous | None:
 def from_open_mpi(env: Mapping[str, str]) -> World | None:
     if "OMPI_COMM_WORLD_RANK" not in env or "OMPI_COMM_WORLD_SIZE" not in env:
         return None
-    size = number(env, "OMPI_COMM_WORLD_SIZE", at_least=1)
-    local_size = number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", at_least=1)
     launch = first_set(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-    world = World(
+    return _mpi_world(
+        env,
+        size=number(env, "OMPI_COMM_WORLD_SIZE", at_least=1),
         rank=number(env, "OMPI_COMM_WORLD_RANK"),
-        size=size,
         local_rank=number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_size=local_size,
-        rendezvous=_mpi_rendezvous(
-            env, size, local_size, f"openmpi-{env[launch]}" if launch else None
-        ),
+        local_size=number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", at_least=1),
+        name=f"openmpi-{env[launch]}" if launch else None,
     )
-    _check_mpi(world)
-    return world
 
 
 def from_mpich(env: Mapping[str, str]) -> World | None:
@@ -127,17 +122,15 @@ def from_mpich(env: Mapping[str, str]) -> World | None:
         return None
     if local_rank != "MPI_LOCALRANKID" and "SLURM_STEP_ID" in env:
         return None
-    size = number(env, "PMI_SIZE", at_least=1)
-    num_local = number(env, local_size, at_least=1)
-    world = World(
-        rank=number(env, rank),
+    size, num_local = number(env, "PMI_SIZE", at_least=1), number(env, local_size, at_least=1)
+    return _mpi_world(
+        env,
         size=size,
+        rank=number(env, rank),
         local_rank=number(env, local_rank),
         local_size=num_local,
-        rendezvous=_mpi_rendezvous(env, size, num_local, _mpich_launch(env, size == num_local)),
+        name=_mpich_launch(env, size == num_local),
     )
-    _check_mpi(world)
-    return world
 
 
 def _mpich_launch(env: Mapping[str, str], is_local: bool) -> str | None:
@@ -153,34 +146,38 @@ def _mpich_launch(env: Mapping[str, str], is_local: bool) -> str | None:
     return f"mpich-{env['PBS_JOBID']}" if "PBS_JOBID" in env else None
 
 
-def _check_mpi(world: World) -> None:
-    """Checks the placement of ranks. mpirun ends all ranks when one fails, so it is enough if one
-    notices."""
-    if world.size % world.local_size:
-        raise ClusterError(
-            f"{world.local_size} ranks on this node and {world.size} in total: every node needs "
-            "the same number; start mpirun with --npernode (Open MPI) or -ppn (MPICH, Cray)"
-        )
-    if world.rank % world.local_size != world.local_rank:
-        raise ClusterError(
-            f"rank {world.rank} is number {world.local_rank} of {world.local_size} on its node: "
-            "ranks must fill one node after the other; start mpirun with --map-by slot"
-        )
-
-
-def _mpi_rendezvous(
-    env: Mapping[str, str], size: int, local_size: int, name: str | None
-) -> Rendezvous | None:
-    if size == 1:
-        return None
-    if name is None and not env.get("MASTER_PORT"):
+def _mpi_world(
+    env: Mapping[str, str],
+    *,
+    size: int,
+    rank: int,
+    local_rank: int,
+    local_size: int,
+    name: str | None,
+) -> World:
+    """Returns the place of a rank, given the name of its launch. mpirun ends all ranks when one
+    fails, so it is enough if one notices that they are placed wrongly."""
+    if size > 1 and name is None and not env.get("MASTER_PORT"):
         raise ClusterError(
             f"{size} ranks on several nodes, but this mpirun gives no job name to derive a port "
             "from: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
         )
-    name = name or "mpi"
-    address = LOOPBACK if size == local_size else _mpi_first_host(env)
-    return _rendezvous(env, address=address, port=port_of_name(name), name=name)
+    rendezvous = None
+    if size > 1:
+        name = name or "mpi"
+        address = LOOPBACK if size == local_size else _mpi_first_host(env)
+        rendezvous = _rendezvous(env, address=address, port=port_of_name(name), name=name)
+    if size % local_size:
+        raise ClusterError(
+            f"{local_size} ranks on this node and {size} in total: every node needs "
+            "the same number; start mpirun with --npernode (Open MPI) or -ppn (MPICH, Cray)"
+        )
+    if rank % local_size != local_rank:
+        raise ClusterError(
+            f"rank {rank} is number {local_rank} of {local_size} on its node: "
+            "ranks must fill one node after the other; start mpirun with --map-by slot"
+        )
+    return World(rank, size, local_rank, local_size, rendezvous)
 
 
 def _mpi_first_host(env: Mapping[str, str]) -> str:

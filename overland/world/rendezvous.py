@@ -1,17 +1,26 @@
-"""Where the ranks of a world find each other: a small store that rank 0 opens.
+"""Where the ranks of a world find each other, a small store that rank 0 opens, and the secret by
+which they recognize each other.
 
 The port is derived from the job, so that every rank knows it. Jobs that get the same port still
 cannot mix: their keys in the store have the name of their world as prefix, and the second job ends
 with an error.
+
+Our launcher and the supervisor make a new secret for each start, and pass it on in the environment,
+which only its user can read. Ranks that srun, mpirun or torchrun started without us read the user's
+own one, from a file in the home directory that is made when it is first needed.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import re
+import secrets
 import socket
 import zlib
+from collections.abc import Mapping
 from ipaddress import ip_address
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from overland.errors import ClusterError
@@ -26,6 +35,8 @@ LOOPBACK = "127.0.0.1"
 # The system assigns no ports below 32768 to outgoing connections.
 FIRST_PORT, LAST_PORT = 20000, 32767
 LATER_SECONDS = 10  # so that the first rank, which knows who is missing, is the first to give up
+SECRET = "OVERLAND_SECRET"
+SHORTEST_SECRET = 16  # characters
 STEPS = 4  # consecutive steps of a job that may run at the same time on a node
 
 
@@ -150,3 +161,65 @@ def _listen(rendezvous: Rendezvous, address: str, world: World) -> socket.socket
             "srun"
         ) from None
     return listener
+
+
+def new_secret() -> str:
+    return secrets.token_hex(16)
+
+
+def secret_of(env: Mapping[str, str] = os.environ) -> bytes:
+    """Returns the secret of this job, from the environment or from the user's file."""
+    given = env.get(SECRET, "")
+    if given and len(given) < SHORTEST_SECRET:
+        raise ClusterError(
+            f"environment {SECRET}: {len(given)} characters are too easy to guess: give it at "
+            f"least {SHORTEST_SECRET} random ones, the same for all ranks"
+        )
+    return os.fsencode(given or _users_secret(env))  # random bytes are no text
+
+
+def secret_file(env: Mapping[str, str] = os.environ) -> Path:
+    folder = env.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(folder).expanduser() / "overland" / "secret"
+
+
+def _users_secret(env: Mapping[str, str]) -> str:
+    try:
+        path = secret_file(env)
+        if not path.exists():
+            _make_secret(path)
+        facts = path.stat()
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home directory
+        raise ClusterError(
+            f"the ranks need a secret to recognize each other, but the file for it cannot be used "
+            f"({error}): set {SECRET} to {SHORTEST_SECRET} or more random characters, the same for "
+            "all ranks"
+        ) from None
+    if facts.st_uid != os.getuid():
+        raise ClusterError(
+            f"{path} belongs to another user (uid {facts.st_uid}, this process has "
+            f"{os.getuid()}): set XDG_CONFIG_HOME to a folder of your own, or set {SECRET}"
+        )
+    if facts.st_mode & 0o077:
+        raise ClusterError(
+            f"{path} can be read by others, so it is no secret: delete it (it is made again), or "
+            f"set {SECRET}"
+        )
+    if len(text) < SHORTEST_SECRET:
+        raise ClusterError(f"{path} holds no secret: delete it (it is made again)")
+    return text
+
+
+def _make_secret(path: Path) -> None:
+    """Makes the file in one step; of several processes that do so at once, one wins."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f".secret-{secrets.token_hex(8)}")
+    try:
+        with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(new_secret() + "\n")
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,4 +1,5 @@
-"""Signals that ask a run to stop, from the start of a process to its end.
+"""Signals that ask a run to stop, from the start of a process to its end, and the line that a rank
+prints before it ends.
 
 Before the loop there is nothing to save, and after it everything is saved: a signal then ends the
 process at once. In between, the loop handles them (training/stop.py). Schedulers send SIGUSR1 and
@@ -9,15 +10,18 @@ Nothing heavy is imported here, so that the handlers are set before the imports 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from types import FrameType
 
 from overland.errors import Kind
-from overland.world.heartbeat import HEARTBEATS
-from overland.world.last_words import last_words
+from overland.world.heartbeat import HEARTBEATS, node_name
 
 STOPPED = 75  # exit code: "temporary failure, try again" in sysexits.h
 INTERRUPTED = 130  # exit code after a second Ctrl-C, as in shells
@@ -102,3 +106,34 @@ def leave(code: int, words: str) -> None:
             os.write(sys.stdout.fileno(), f"{last_words(rank, Kind.STOPPED, words)}\n".encode())
     finally:
         os._exit(code)
+
+
+SAYS = "overland says: "
+# Printed by the shell around a rank, with the node, if its exit code was 0.
+ENDED = "overland ended: "
+
+
+@dataclass(frozen=True)
+class Said:
+    """A rank's last words."""
+
+    rank: int
+    node: str
+    kind: Kind
+    what: str
+    time: float
+    step: int = 0
+    place: str = ""
+    """Where in the program it happened, if that distinguishes two errors."""
+
+
+def say(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> None:
+    """Prints a rank's last words for the supervisor, which reads its output."""
+    print(last_words(rank, kind, what, step, place), flush=True)
+
+
+def last_words(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> str:
+    if kind is Kind.NETWORK:  # libraries add source locations and advice that does not apply
+        what = re.sub(r"\[/[^\]]*\]\s*", "", what).split(". ")[0]
+    said = Said(rank, node_name(), kind, " ".join(what.split())[:500], time.time(), step, place)
+    return f"\n{SAYS}{json.dumps(asdict(said))}"

@@ -174,7 +174,7 @@ def described(config: JobConfig) -> Settings:
     architecture = model_config(config.model)
     degrees = resolve_degrees(config.parallelism, 8, 4)
     settings = optimizer_settings(config)
-    folder = RunFolder.of(config)
+    folder = RunFolder(config)
     model = model_of(config)
     matrices = [(name, p.ndim) for name, p in model.named_parameters()]
     return {

@@ -25,7 +25,7 @@ from overland.parallel.comm import process_group
 from overland.world import Rendezvous, World, exchange
 from overland.world.launch import free_port
 from overland.world.records import from_json, record, to_json
-from overland.world.secret import VARIABLE, secret_file, secret_of
+from overland.world.rendezvous import SECRET, secret_file, secret_of
 
 PACKAGE = Path(__file__).parents[2] / "overland"
 OURS, OTHER = b"the secret of this job", b"the secret of another one"
@@ -208,7 +208,7 @@ except Exception:
 
 def test_a_program_that_takes_the_place_of_a_rank_cannot_run_code(tmp_path: Path) -> None:
     port, ran = free_port(), tmp_path / "ran"
-    os.environ[VARIABLE] = "0123456789abcdef"
+    os.environ[SECRET] = "0123456789abcdef"
     world = World(0, 2, 0, 2, Rendezvous("127.0.0.1", port, "job-1"))
     stranger = subprocess.Popen([sys.executable, "-c", STRANGER, str(port), str(ran)])
     try:
@@ -231,7 +231,7 @@ def test_the_secret_of_a_user_is_made_once_and_only_for_them(tmp_path: Path) -> 
     assert len(made) == 32
     assert secret_file(env).stat().st_mode & 0o777 == 0o600
     assert [path.name for path in secret_file(env).parent.iterdir()] == ["secret"]
-    assert secret_of({**env, VARIABLE: "another secret, given"}) == b"another secret, given"
+    assert secret_of({**env, SECRET: "another secret, given"}) == b"another secret, given"
 
 
 def test_a_secret_that_others_know_is_refused(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_secret_that_others_know_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="holds no secret"):
         secret_of(env)
     with pytest.raises(ClusterError, match="too easy to guess"):
-        secret_of({VARIABLE: "hunter2"})
+        secret_of({SECRET: "hunter2"})
 
 
 def test_a_secret_file_of_another_user_names_both(
@@ -260,10 +260,10 @@ def test_a_secret_file_of_another_user_names_both(
 
 def test_a_secret_may_be_random_bytes() -> None:
     drawn = bytes(range(0x80, 0x90))
-    assert secret_of({VARIABLE: os.fsdecode(drawn)}) == drawn
+    assert secret_of({SECRET: os.fsdecode(drawn)}) == drawn
 
 
 def test_a_home_that_cannot_be_used_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ClusterError, match=f"set {VARIABLE}"):
+    with pytest.raises(ClusterError, match=f"set {SECRET}"):
         secret_of({"XDG_CONFIG_HOME": str(tmp_path / "file")})

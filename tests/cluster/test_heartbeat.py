@@ -35,7 +35,7 @@ from overland.world.heartbeat import (
     read_signs,
     reporting,
 )
-from overland.world.last_words import SAYS
+from overland.world.signals import SAYS
 
 WRITER = """
 import sys

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from overland.slurm import expand_hosts, requeue, shun, usable_nodes, was_requeued
+from overland.cluster.slurm_jobs import requeue, shun, usable_nodes, was_requeued
+from overland.slurm import expand_hosts
 from tests.cli.processes import environment
 from tests.cluster.packages import need
 from tests.cluster.slurm import PROGRAMS, Slurm, end_abandoned, processes_of, wait_until
@@ -116,7 +117,7 @@ def test_a_job_that_requeues_itself_is_kept_from_its_bad_node(slurm: Slurm, tmp_
     """All of its processes get SIGTERM for it, and what it asks of Slurm must not end there."""
     told = tmp_path / "node"
     code = (
-        "import os, signal; from overland.slurm import requeue, shun;"
+        "import os, signal; from overland.cluster.slurm_jobs import requeue, shun;"
         "node = [os.environ['SLURMD_NODENAME']];"
         f"open('{told}', 'w').write(node[0]);"
         "signal.signal(signal.SIGTERM, lambda *_: None);"

@@ -46,7 +46,7 @@ def test_a_resumed_run_keeps_its_own(tmp_path: Path, tokenizer: Tokenizer, add_b
     assert tokenizer.add_bos
     run = tmp_path / "run"
     config = job(run, write_lines(tmp_path / "lines", 1))
-    folder = RunFolder.of(config)
+    folder = RunFolder(config)
     assert preparer_for(config, folder).policy == UNKNOWN
     (run / "data").mkdir(parents=True)
     (run / "data" / "plan.json").write_text(json.dumps({"add_bos": add_bos}))

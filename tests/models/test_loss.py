@@ -7,7 +7,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from overland.models.loss import OutputMatrix, chunked_cross_entropy, plain_cross_entropy
+from overland.models.loss import IGNORED, OutputMatrix, WeightedSum
+
+
+def chunked_cross_entropy(
+    hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, chunk_tokens: int | None = None
+) -> Tensor:
+    if chunk_tokens is None:
+        return OutputMatrix(weight_VD).weighted_sum(hidden_BSD, labels_BS)[0]
+    hidden_ND, labels_N = hidden_BSD.flatten(0, -2), labels_BS.reshape(-1)
+    total: Tensor = WeightedSum.apply(hidden_ND, weight_VD, labels_N, None, 0.0, chunk_tokens)[0]
+    return total
+
+
+def plain_cross_entropy(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor) -> Tensor:
+    """The reference, which holds all logits."""
+    logits_NV = (hidden_BSD @ weight_VD.t()).flatten(0, -2)
+    wide = torch.promote_types(logits_NV.dtype, torch.float32)
+    labels_N = labels_BS.reshape(-1)
+    return F.cross_entropy(logits_NV.to(wide), labels_N, ignore_index=IGNORED, reduction="sum")
 
 
 def run(loss, dtype: torch.dtype, scale: float = 1.0, **options: int):  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ from overland.config.load import Loaded
 from overland.config.schema import JobConfig
 from overland.errors import TrainingError
 from overland.world import World, devices
-from overland.world.sharing import KEY, mps_note, require_own_device, share_devices
+from overland.world.devices import RANKS_PER_DEVICE, mps_note, require_own_device, share_devices
 
 
 def test_each_rank_is_a_host_of_its_own_to_nccl() -> None:
@@ -30,7 +30,7 @@ def test_each_rank_is_a_host_of_its_own_to_nccl() -> None:
 def test_ranks_that_share_a_device_unasked_are_told_the_key() -> None:
     require_own_device(["a 0", "a 1", "b 0", "b 1"], 1)
     require_own_device(["a 0", "a 0", "a 1", "a 1"], 2)
-    with pytest.raises(TrainingError, match=rf"2 ranks \(0, 2\) .* {KEY}=2"):
+    with pytest.raises(TrainingError, match=rf"2 ranks \(0, 2\) .* {RANKS_PER_DEVICE}=2"):
         require_own_device(["a 0", "a 1", "a 0", "a 1"], 1)
 
 
@@ -54,8 +54,11 @@ def test_a_rank_plans_with_its_part_of_the_memory(monkeypatch: pytest.MonkeyPatc
 )
 def test_cpus_are_not_shared(more: list[str], what: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_checked("llama3_debug", [f"{KEY}=4", *more], {}, world_size=4)
-    assert any(problem.key == KEY and what in problem.message for problem in caught.value.problems)
+        load_checked("llama3_debug", [f"{RANKS_PER_DEVICE}=4", *more], {}, world_size=4)
+    assert any(
+        problem.key == RANKS_PER_DEVICE and what in problem.message
+        for problem in caught.value.problems
+    )
 
 
 def test_without_mps_a_note_says_how_to_start_it(tmp_path: str) -> None:

@@ -25,7 +25,7 @@ def job(**sections: dict[str, Any]) -> JobConfig:
 def page(config: JobConfig, num_devices: int = 1) -> str:
     world = World(0, num_devices, 0, min(num_devices, 8))
     degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
-    return readme(config, world, degrees, model_config(config.model), RunFolder.of(config))
+    return readme(config, world, degrees, model_config(config.model), RunFolder(config))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_the_next_command_trains_longer_than_what_is_done(tmp_path: Path) -> Non
             {"job": {"dump_folder": str(tmp_path)}, "training": settings}
         )
         run: Any = SimpleNamespace(
-            config=config, folder=RunFolder.of(config), dataset=SimpleNamespace(tokenizer=None)
+            config=config, folder=RunFolder(config), dataset=SimpleNamespace(tokenizer=None)
         )
         assert any(one.endswith(longer) for one in next_commands(run, done))
 
@@ -180,7 +180,7 @@ def test_the_profiler_says_nothing() -> None:
 def test_runs_share_a_folder_of_events_outside_of_them_by_name(tmp_path: Path) -> None:
     def folder(name: str, tb: str) -> RunFolder:
         sections = {"job": {"dump_folder": name}, "metrics": {"save_tb_folder": tb}}
-        return RunFolder.of(JobConfig.model_validate(sections))
+        return RunFolder(JobConfig.model_validate(sections))
 
     assert folder("runs/a", "tb").tb == Path("runs/a/tb")
     assert folder("runs/a", "/scratch/tb").tb == Path("/scratch/tb/a")

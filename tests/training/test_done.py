@@ -13,7 +13,7 @@ def test_the_marker_is_there_when_and_only_when_all_steps_are_done(
 ) -> None:
     saved = {"enable": True, "async_mode": "disabled"}
     job = tiny_job(tmp_path, training={"steps": 3}, checkpoint=saved)
-    folder = RunFolder.of(job)
+    folder = RunFolder(job)
     assert folder.steps_done() == 0
     ranks.run(1, losses, job)
     assert folder.done.read_text() == "3\n"
@@ -29,10 +29,10 @@ def test_the_marker_is_there_when_and_only_when_all_steps_are_done(
 def test_the_marker_says_if_nothing_is_saved(ranks: RankPool, tmp_path: Path) -> None:
     job = tiny_job(tmp_path, training={"steps": 2}, checkpoint={"enable": False})
     ranks.run(1, losses, job)
-    number, words = RunFolder.of(job).done.read_text().splitlines()
+    number, words = RunFolder(job).done.read_text().splitlines()
     assert number == "2"
     assert "checkpoint.enable = false" in words
-    assert RunFolder.of(job).steps_done() == 2
+    assert RunFolder(job).steps_done() == 2
     seen = Watch(tmp_path).look()
     assert (seen.state, seen.because) == ("finished", words)
 

@@ -69,7 +69,7 @@ def test_sessions_on_other_ranks_end_after_the_same_step(
     (tmp_path / "run" / "STOP").touch()  # ends the first session after a step
     assert len(ranks.run(1, train, job(tmp_path, corpus, epochs=1.0))[0]) == 1
     assert len(ranks.run(2, train, job(tmp_path, corpus, 2, epochs=1.0))[0]) == 3
-    folder = RunFolder.of(job(tmp_path, corpus))
+    folder = RunFolder(job(tmp_path, corpus))
     assert folder.steps_done() == 4
     assert folder.kept_epochs() == 1.0
     assert check_config(load_config(str(folder.config), (), {}), 2) == []

@@ -12,6 +12,7 @@ import torch
 
 from overland.apps.proofs.pool import RankPool
 from overland.cli.check import lack_of_memory, report
+from overland.cluster.error_kinds import error_kind
 from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.errors import Kind, TrainingError
@@ -27,7 +28,6 @@ from overland.training.fit import (
 )
 from overland.world import World, devices
 from overland.world.devices import MemoryState, machine_memory
-from overland.world.last_words import error_kind
 from tests.jobs import TINY_MODEL, tiny_job
 
 
@@ -126,8 +126,8 @@ def test_a_run_that_may_fit_is_not_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_jobs_limit_is_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(devices, "_control_groups", lambda: [tmp_path / "new"])
-    monkeypatch.setattr(devices, "_old_control_groups", lambda: [tmp_path / "old"])
+    both = [(tmp_path / "new", devices._GROUPS), (tmp_path / "old", devices._OLD_GROUPS)]
+    monkeypatch.setattr(devices, "_control_groups", lambda: both)
     amounts = {"MemTotal": 100 * 2**30, "SwapTotal": 2**30}
     monkeypatch.setattr(devices, "_meminfo", lambda: amounts)
     assert machine_memory() == 101 * 2**30

@@ -128,7 +128,7 @@ class Rehearsal:
 
     def folders(self) -> None:
         """Checks that the folders a run writes to can be created and written."""
-        config, folder = self.config, RunFolder.of(self.config)
+        config, folder = self.config, RunFolder(self.config)
         wanted = {"job.dump_folder": folder.root}
         if config.metrics.enable_tensorboard:
             wanted["metrics.save_tb_folder"] = folder.tb
@@ -148,7 +148,7 @@ class Rehearsal:
             with self.recorded("data.mixture"):
                 raise NoDocuments
         with self.recorded("data.holdout"):
-            self.preparer = preparer_for(config, RunFolder.of(config))
+            self.preparer = preparer_for(config, RunFolder(config))
         self.preparer = replace(self.preparer, trains=False, report=self.report)
         size = max(SMALLEST, trained_size(config.data, self.vocab_size))
         self.tokenizer = Untrained(size, add_eos=config.data.add_eos is not False)
@@ -250,7 +250,7 @@ class Rehearsal:
         """Checks that the checkpoint to resume, or the weights to start from, fit model and
         data."""
         config, settings = self.config, self.config.checkpoint
-        folder = RunFolder.of(config)
+        folder = RunFolder(config)
         own = committed(folder.checkpoints)
         if settings.resume not in ("auto", "none"):
             path = Path(settings.resume).expanduser()
@@ -277,7 +277,7 @@ class Rehearsal:
         trained = {n: tuple(p.shape) for n, p in parameters.items() if p.requires_grad}
         size = sum(p.numel() * width for p in parameters.values())
         size += int(state_bytes(config, trained, saved=True))
-        if words := lack_of_room(RunFolder.of(config).checkpoints, config.checkpoint, size):
+        if words := lack_of_room(RunFolder(config).checkpoints, config.checkpoint, size):
             key = "job.dump_folder"
             self.problems.append(Problem(words, self.loaded.where(key), key, kind="note"))
 

@@ -41,7 +41,7 @@ def opening(
         "layout": layout_in_words(degrees),
         "precision": precision_in_words(config),
         "memory": memory_in_words(config, architecture, degrees, device),
-        "run": run_in_words(config, RunFolder.of(config)),
+        "run": run_in_words(config, RunFolder(config)),
     }
     return table(lines)
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore
+from overland.apps.progress import progress_bar
 from overland.errors import ClusterError
 from overland.parallel.comm import all_of, from_first_rank
-from overland.progress import progress_bar
 from overland.world import World
 
 AT_ONCE = 16_384  # requests, which are held in memory when sent between ranks

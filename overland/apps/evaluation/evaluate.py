@@ -38,13 +38,13 @@ from overland.apps.evaluation.results import (
     mark_of_weights,
     place_of,
 )
+from overland.apps.progress import progress_bar
 from overland.config.schema import DataSource
 from overland.data.corpora import Preparer
 from overland.data.holdout import kept_share
 from overland.data.tokenizer_choice import kept_policy
 from overland.errors import DataError, ModelError, OutOfMemoryError
 from overland.parallel.comm import all_of, once_for_all
-from overland.progress import progress_bar
 from overland.run_folder import TOKENIZER
 from overland.training.fit import is_out_of_memory
 from overland.world import World

@@ -172,7 +172,7 @@ def asked_tasks(tasks: Sequence[str], datasets: Path | None, **settings: Any) ->
         return None
     from overland.apps.evaluation.task_data import task_names, tasks_root
     from overland.apps.evaluation.task_run import no_network
-    from overland.packages import need
+    from overland.plugins import need
 
     no_network()
     need("lm_eval", "--tasks", "eval")

@@ -25,6 +25,7 @@ from overland.apps.convert.formats.overland import complete, step_of_export
 from overland.apps.convert.formats.peft import has_adapters
 from overland.apps.convert.formats.sparse import densify
 from overland.apps.evaluation.weights import FileWeights, RunWeights, Weights
+from overland.apps.progress import progress_bar
 from overland.arguments import dtype_name, integer_or_none, path_of, path_or_none
 from overland.checkpoint.folder import committed, result_of, step_of
 from overland.checkpoint.lazy import MODEL, Config, Lazy
@@ -46,7 +47,6 @@ from overland.models.init import (
 )
 from overland.models.registry import build_model, model_config, read_hf_config
 from overland.models.structure import tie
-from overland.progress import progress_bar
 from overland.run_folder import COMMITTED, CONFIG, TOKENIZER
 from overland.words import any_of, did_you_mean, size
 from overland.world.devices import device_type

@@ -26,7 +26,7 @@ from overland.apps.hub.snapshot import read_snapshot
 from overland.config.load import recipes_folder
 from overland.data.sources.marks import digest_of
 from overland.errors import DataError, HubError
-from overland.packages import need
+from overland.plugins import need
 from overland.words import command, did_you_mean
 
 LISTS = "tasks"  # folder in the recipes

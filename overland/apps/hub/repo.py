@@ -20,7 +20,7 @@ from urllib.parse import urljoin, urlsplit
 from overland.apps.hub.snapshot import HubFile, check_commit
 from overland.errors import FULL, HubError
 from overland.files import parse_json, what_is_wrong
-from overland.packages import need
+from overland.plugins import need
 from overland.words import number_of
 
 ENDPOINT = "https://huggingface.co"

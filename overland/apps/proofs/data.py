@@ -118,7 +118,7 @@ def prove_data(
     if problems := list(check_custom_import(loaded)):  # a source may be custom
         raise ConfigError(problems)
     config = loaded.config
-    folder = RunFolder.of(config.model_copy(update={"job": _here(config, run)}))
+    folder = RunFolder(config.model_copy(update={"job": _here(config, run)}))
     history = read_ledger(folder.ledger)
     dataset = planned_data(config, getattr(model_config(config.model), "vocab_size", None), run)
     check_sources(dataset)

@@ -27,7 +27,7 @@ from overland.apps.report.summary import RunReport, moment
 from overland.apps.report.svg import chart_svg, in_page, stacked_bar, timeline_svg, value_words
 from overland.apps.watch.watch import STATES
 from overland.errors import ReportError
-from overland.packages import need
+from overland.plugins import need
 from overland.run_folder import CONFIG
 from overland.words import command, duration, number_of, visible
 

@@ -25,8 +25,7 @@ from overland.errors import ClusterError
 from overland.slurm import expand_hosts
 from overland.world import World
 from overland.world.heartbeat import node_name
-from overland.world.rendezvous import open_store, reachable
-from overland.world.secret import VARIABLE, secret_of
+from overland.world.rendezvous import SECRET, open_store, reachable, secret_of
 
 MOST_REASONS = 4  # per node, in case all eight devices have the same fault
 SECONDS_PER_RANK = 0.05  # for the all-reduce: thousands of ranks take minutes to connect
@@ -113,7 +112,7 @@ def preflight_among_ranks(
         except ConnectionRefusedError as error:
             raise ClusterError(
                 f"{address}, the address of the first rank: {error}. Another program has written "
-                f"this address, or the ranks have different secrets; set {VARIABLE} to the same "
+                f"this address, or the ranks have different secrets; set {SECRET} to the same "
                 "random characters for all of them"
             ) from None
         return None

@@ -19,7 +19,7 @@ from overland.cluster.preflight.device import BEST, MEDIAN
 from overland.cluster.wire import ADDRESS, Message, own_address
 from overland.errors import ClusterError
 from overland.world import World
-from overland.world.sharing import share_devices
+from overland.world.devices import share_devices
 
 if TYPE_CHECKING:
     import torch

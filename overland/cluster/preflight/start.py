@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from overland.cluster.slurm_jobs import signal_step
 from overland.errors import ClusterError
 from overland.processes import PYTHON
-from overland.slurm import expand_counts, expand_hosts, signal_step
+from overland.slurm import expand_counts, expand_hosts
 from overland.world.launch import free_port
 
 TASK = ("preflight", "--task")

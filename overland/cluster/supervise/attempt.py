@@ -16,14 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from overland.cluster.slurm_jobs import signal_step
 from overland.cluster.supervise.faults import Findings
 from overland.cluster.supervise.watchdog import GONE_SECONDS, Heard, Watchdog
 from overland.cluster.wire import Message, Switchboard, Wire
-from overland.slurm import ask, signal_step
+from overland.slurm import ask
 from overland.world.flight_recorder import FILES, NAME, recorder_settings
 from overland.world.heartbeat import HEARTBEATS, Phase, heartbeat_prefix
-from overland.world.secret import VARIABLE as SECRET
-from overland.world.secret import new_secret
+from overland.world.rendezvous import SECRET, new_secret
 
 END_SECONDS = 20.0
 WORD_SECONDS = 10.0  # from the first rank's error report until all ranks are ended

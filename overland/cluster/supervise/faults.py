@@ -18,7 +18,7 @@ from overland.errors import ClusterError, Kind
 from overland.slurm import expand_hosts
 from overland.words import name_ranks
 from overland.world.flight_recorder import Wait
-from overland.world.last_words import ENDED, SAYS, Said
+from overland.world.signals import ENDED, SAYS, Said
 
 KILLED = r"Killed|Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
 HARDWARE = r"uncorrectable|\bECC\b|\bXid\b|hardware error"

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from overland.cluster.slurm_jobs import shun
 from overland.cluster.supervise.events import Event, bad_nodes, read_events
 from overland.cluster.supervise.faults import HARDWARE, Fault
 from overland.cluster.supervise.logbook import tell
 from overland.errors import Kind
-from overland.slurm import shun
 
 BAD_SECONDS = 24 * 3600.0  # by then someone has fixed a bad node, or it was fine after all
 STRIKES = 2  # a node where ranks hung or were killed this often is excluded, if there is a spare

@@ -24,6 +24,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from overland.cluster.slurm_jobs import (
+    allocated_nodes,
+    job_end,
+    may_requeue,
+    requeue,
+    waiting_jobs,
+    was_requeued,
+    why_asked_to_end,
+)
 from overland.cluster.supervise.attempt import (
     HANG_UP_SECONDS,
     Attempt,
@@ -56,15 +65,6 @@ from overland.cluster.wire import Switchboard
 from overland.errors import ClusterError, Kind
 from overland.processes import allow_open_files
 from overland.run_folder import FAULTS, PREFLIGHT
-from overland.slurm import (
-    allocated_nodes,
-    job_end,
-    may_requeue,
-    requeue,
-    waiting_jobs,
-    was_requeued,
-    why_asked_to_end,
-)
 from overland.world.flight_recorder import NAME, find_wait, read_records
 from overland.world.heartbeat import node_name
 from overland.world.signals import SIGNALS

@@ -44,7 +44,7 @@ from overland.data.sources.source import (
     token_ids,
 )
 from overland.errors import DataError
-from overland.packages import need
+from overland.plugins import need
 
 EXAMPLE_ROWS = 4
 FILE_MAGIC = b"ARROW1"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from overland.errors import DataError
-from overland.packages import need
+from overland.plugins import need
 
 SUFFIXES = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 READ_BYTES = 1 << 20

@@ -51,7 +51,7 @@ from overland.data.sources.compression import (
 )
 from overland.data.sources.json_array import array_items, is_array
 from overland.data.sources.source import Bad, Document, FileSource, Kind, Located
-from overland.packages import need
+from overland.plugins import need
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 # Read to choose the column: this much from all files together, but at least one line of each.

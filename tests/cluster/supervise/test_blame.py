@@ -20,7 +20,7 @@ from overland.cluster.supervise.supervisor import Supervisor
 from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
 from overland.errors import Kind
 from overland.world.heartbeat import Phase, Transfer
-from overland.world.last_words import say
+from overland.world.signals import say
 from tests.cluster.packages import need
 from tests.cluster.slurm import PROGRAMS, Slurm
 from tests.cluster.supervised import SubmittedRun

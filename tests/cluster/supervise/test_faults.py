@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from overland.cluster.error_kinds import error_kind, error_place
 from overland.cluster.supervise.faults import (
     Fault,
     Findings,
@@ -26,7 +27,7 @@ from overland.errors import (
     TrainingError,
 )
 from overland.world.flight_recorder import Wait
-from overland.world.last_words import ENDED, SAYS, error_kind, error_place, say
+from overland.world.signals import ENDED, SAYS, say
 
 
 def caused_by(cause: Exception, error: Exception) -> Exception:

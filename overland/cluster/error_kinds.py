@@ -1,35 +1,12 @@
-"""The line that a rank prints before it ends, and the kind of its error."""
+"""The kind of an error, which tells a chain of jobs what to do, and where it came from."""
 
 from __future__ import annotations
 
 import errno
-import json
 import re
-import time
 import traceback
-from dataclasses import asdict, dataclass
 
 from overland.errors import FULL, Kind, OverlandError
-from overland.world.heartbeat import node_name
-
-SAYS = "overland says: "
-# Printed by the shell around a rank, with the node, if its exit code was 0.
-ENDED = "overland ended: "
-
-
-@dataclass(frozen=True)
-class Said:
-    """A rank's last words."""
-
-    rank: int
-    node: str
-    kind: Kind
-    what: str
-    time: float
-    step: int = 0
-    place: str = ""
-    """Where in the program it happened, if that distinguishes two errors."""
-
 
 FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO,
                errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EROFS)  # fmt: skip
@@ -116,18 +93,6 @@ def _frames(error: BaseException) -> list[str]:
     """Returns the files and lines of the traceback, outermost first."""
     frames = traceback.walk_tb(error.__traceback__)
     return [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
-
-
-def say(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> None:
-    """Prints a rank's last words for the supervisor, which reads its output."""
-    print(last_words(rank, kind, what, step, place), flush=True)
-
-
-def last_words(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> str:
-    if kind is Kind.NETWORK:  # libraries add source locations and advice that does not apply
-        what = re.sub(r"\[/[^\]]*\]\s*", "", what).split(". ")[0]
-    said = Said(rank, node_name(), kind, " ".join(what.split())[:500], time.time(), step, place)
-    return f"\n{SAYS}{json.dumps(asdict(said))}"
 
 
 def _file_system_failed(error: BaseException | None) -> bool:
