@@ -18,12 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from overland.checkpoint.format import (
     BLOCK,
@@ -89,17 +83,16 @@ class CheckpointReader:
         if not target.numel():
             return
         self.check_parts(name)
-        chunk = ChunkStorageMetadata(torch.Size(start), target.size())
         covered = 0
-        for item in create_read_items_for_chunk_list(name, _metadata(entry), [chunk]):
-            part = entry.parts[item.storage_index.index or 0]
-            into = target
-            for dim, (offset, length) in enumerate(
-                zip(item.dest_offsets, item.lengths, strict=True)
-            ):
-                into = into.narrow(dim, offset, length)
-            covered += math.prod(item.lengths)
-            yield from self._copies(name, entry, part, item.storage_offsets, into)
+        for part in entry.parts:
+            bounds = zip(start, target.shape, part.start, part.shape, strict=True)
+            common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in bounds]
+            if all(first < end for first, end in common):
+                place = zip(common, start, strict=True)
+                into = target[tuple(slice(first - a, end - a) for (first, end), a in place)]
+                covered += into.numel()
+                offsets = [first - b for (first, _), b in zip(common, part.start, strict=True)]
+                yield from self._copies(name, entry, part, offsets, into)
         if covered != target.numel():  # our own index tiles every tensor; see plan.check_whole
             raise CheckpointError(f"{self.path} lacks a part of {name}")
 
@@ -358,11 +351,3 @@ def _on_device(device: torch.device, job: Callable[[], None]) -> None:
 
 def part_bytes(entry: TensorEntry, part: Part) -> int:
     return math.prod(part.shape) * entry.dtype.itemsize
-
-
-def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(part.start), torch.Size(part.shape)) for part in entry.parts
-    ]
-    properties = TensorProperties(dtype=entry.dtype)
-    return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
