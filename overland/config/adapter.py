@@ -1,4 +1,4 @@
-"""Translates between PEFT's adapter_config.json and our `[lora]` section. Does not import torch.
+"""Reads PEFT's adapter_config.json as our `[lora]` section. Does not import torch.
 
 A file may come from anywhere, so every value is checked: a setting that Overland does not implement
 is refused by name, even if a later version of PEFT added it.
@@ -7,7 +7,7 @@ is refused by name, even if a later version of PEFT added it.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,6 @@ KEYS = {
     "modules_to_save": "modules_to_save",
 }
 """PEFT's names for the keys of [lora]."""
-
-WRITTEN: dict[str, Any] = {
-    "bias": "none",
-    "inference_mode": True,
-    "peft_type": "LORA",
-    "peft_version": "0.21.2",
-    "task_type": "CAUSAL_LM",
-}
-"""What is written besides. Keys that are left out have PEFT's defaults, which use nothing more."""
 
 # These record how and where the adapter was made; its outputs do not depend on them.
 NO_MATTER = {
@@ -118,19 +109,6 @@ def check_expressions(
             problems.append(Problem(wrong, where, f"lora.{key}", value))
             left[key] = Lora.model_fields[key].default
     return config.model_copy(update={"lora": config.lora.model_copy(update=left)}), problems
-
-
-def config_of(settings: Lora, modules: Sequence[str], base: str | None) -> dict[str, Any]:
-    """Returns the adapter_config.json of a run's adapters. `modules` are the modules that have one;
-    `base` is the folder or name of the base model."""
-    theirs = {name: getattr(settings, ours) for name, ours in KEYS.items()}
-    theirs |= {"lora_alpha": _plain(settings.alpha)}
-    theirs |= {"alpha_pattern": {k: _plain(v) for k, v in settings.alpha_pattern.items()}}
-    for name in ("exclude_modules", "modules_to_save"):
-        theirs[name] = theirs[name] or None
-    if settings.targets == "all-linear":  # PEFT also stores the resolved names
-        theirs["target_modules"] = sorted(modules)
-    return {**WRITTEN, **theirs, "base_model_name_or_path": base}
 
 
 def expand_adapter(
@@ -220,7 +198,3 @@ def _wrong_expression(text: str) -> str:
 def _comparable(value: Any) -> Any:
     """Sorts lists, since PEFT writes lists of names in any order."""
     return sorted(value) if isinstance(value, list) else value
-
-
-def _plain(number: float) -> float | int:
-    return int(number) if number == int(number) else number

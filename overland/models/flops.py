@@ -70,7 +70,7 @@ def count_parameters(config: Any) -> ParameterCount:
     if structure is None:
         return ParameterCount(total, input_embedding=0, head=0, blocks=())
     tables = [f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY]
-    head = [structure.ties.get(name, name) for name in tables if inside(name, structure.after)]
+    head = [structure.ties.get(name, name) for name in tables if inside(name, structure.last_stage)]
     return ParameterCount(
         total=total,
         input_embedding=sum(sizes[name] for name in _looked_up(structure)),
@@ -91,8 +91,8 @@ def stage_costs(config: Any) -> StageCosts:
             "can be sharded and replicated"
         )
     sizes = {name: float(prod(shape)) for name, shape in shapes.items() if len(shape) > 1}
-    after = [name for name in shapes if inside(name, structure.after)]
-    after += [owner for tied, owner in structure.ties.items() if inside(tied, structure.after)]
+    after = [name for name in shapes if inside(name, structure.last_stage)]
+    after += [owner for tied, owner in structure.ties.items() if inside(tied, structure.last_stage)]
     return StageCosts(
         tuple(
             sum(sizes.get(name, 0.0) for name in names)
@@ -112,8 +112,8 @@ def trained_parameters(config: Any, lora: Lora, freeze: Sequence[str] = ()) -> S
     if structure is None:
         return trained_shapes(lora, shapes)
     tables = [f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY]
-    looked_up = [name for name in tables if inside(name, structure.before)]
-    outputs = [name for name in shapes if inside(name, structure.after)]
+    looked_up = [name for name in tables if inside(name, structure.first_stage)]
+    outputs = [name for name in shapes if inside(name, structure.last_stage)]
     return trained_shapes(lora, shapes, [*looked_up, *outputs], looked_up)
 
 
@@ -207,7 +207,7 @@ def _looked_up(structure: Structure | None) -> set[str]:
         return set()
     tables = {f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY}
     shared = set(structure.ties.values())
-    return {name for name in tables if inside(name, structure.before) and name not in shared}
+    return {name for name in tables if inside(name, structure.first_stage) and name not in shared}
 
 
 def _frozen(

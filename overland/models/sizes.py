@@ -68,8 +68,8 @@ def decoder_structure(config: DecoderSizes, plain: bool) -> Structure:
     """Returns the structure of a decoder. `plain`: the blocks are not customized."""
     return Structure(
         blocks=("model.layers",),
-        before=("model.embed_tokens",),
-        after=("model.norm", "lm_head"),
+        first_stage=("model.embed_tokens",),
+        last_stage=("model.norm", "lm_head"),
         ties={HEAD: EMBEDDING} if config.tie_word_embeddings else {},
         between=lambda tokens: (tokens, config.hidden_size),
         roles=ROLES,

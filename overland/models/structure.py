@@ -2,9 +2,10 @@
 
 A model with a method `structure()` can be sharded, recomputed and compiled block by block, and
 split into pipeline stages. It says nothing about ranks. A pipeline stage is the same model with
-modules removed: those of `before` and `after` are None on stages that do not have them, and blocks
-of other stages are gone. So without `before` a model receives the output of the last block of the
-previous stage, and without `after` it returns the output of its own last block.
+modules removed: those of `first_stage` and `last_stage` are None on the others, and blocks of other
+stages are gone. So without those of `first_stage` a model receives the output of the last block of
+the previous stage, and without those of `last_stage` it returns the output of its own last
+block.
 
 Does not import torch, so that a config can describe its model as well.
 """
@@ -61,9 +62,9 @@ class Structure:
 
     blocks: tuple[str, ...]
     """Lists of blocks (ModuleList or ModuleDict), in the order of the forward pass."""
-    before: tuple[str, ...] = ()
+    first_stage: tuple[str, ...] = ()
     """Modules with parameters that only the first stage of a pipeline has."""
-    after: tuple[str, ...] = ()
+    last_stage: tuple[str, ...] = ()
     """Modules with parameters that only the last stage has."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Parameters that are shared with another one, such as the head's weight with the
@@ -102,12 +103,12 @@ def check_structure(model: nn.Module) -> None:
     if structure is None:
         return
     name = type(model).__name__
-    for key in ("blocks", "before", "after", "compiled"):
+    for key in ("blocks", "first_stage", "last_stage", "compiled"):
         if isinstance(paths := getattr(structure, key), str):
             raise ModelError(
                 f"structure() of {name} has {key} = {paths!r}, expected a tuple: ({paths!r},)"
             )
-    placed = (*structure.blocks, *structure.before, *structure.after)
+    placed = (*structure.blocks, *structure.first_stage, *structure.last_stage)
     for path in (*placed, *structure.compiled):
         if find_module(model, path) is None:
             raise ModelError(f"structure() of {name} names {path}, which it does not have")
@@ -115,7 +116,7 @@ def check_structure(model: nn.Module) -> None:
         if inside(path, (*placed[:number], *placed[number + 1 :])):
             raise ModelError(
                 f"structure() of {name} names {path} twice, or inside another module: each module "
-                "must be in only one of blocks, before and after"
+                "must be in only one of blocks, first_stage and last_stage"
             )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for tied, owner in structure.ties.items():

@@ -116,7 +116,7 @@ def keep_stage(model: nn.Module, blocks: range, *, first: bool, last: bool) -> N
     """Removes from a model what belongs to other stages."""
     structure = structure_of(model)
     assert structure is not None
-    parts = (*structure.before, *structure.blocks, *structure.after)
+    parts = (*structure.first_stage, *structure.blocks, *structure.last_stage)
     for name, _ in model.named_parameters():
         if not inside(name, parts):
             raise ModelError(
@@ -131,7 +131,7 @@ def keep_stage(model: nn.Module, blocks: range, *, first: bool, last: bool) -> N
             )
         if number not in blocks:
             remove_module(model, name)
-    for path in (() if first else structure.before) + (() if last else structure.after):
+    for path in (() if first else structure.first_stage) + (() if last else structure.last_stage):
         remove_module(model, path)
     if last:
         # One row per micro-batch: schedules concatenate them.

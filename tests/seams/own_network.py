@@ -93,8 +93,8 @@ ODD: dict[str, dict[str, Any]] = {
     "one block twice": {},
     "tied blocks": {"ties": {"blocks.2.norm.weight": "blocks.0.norm.weight"}},
     "tied the other way": {"ties": {"embed.weight": "head.weight"}},
-    "named twice": {"before": ("embed", "blocks.0")},
-    "no tuple": {"after": "head"},
+    "named twice": {"first_stage": ("embed", "blocks.0")},
+    "no tuple": {"last_stage": "head"},
     "lists in another order": {"blocks": ("late", "blocks")},
     "backwards": {},
     "leaves one out": {},
@@ -110,8 +110,8 @@ class Described(Network):
     def structure(self) -> Structure:
         said = Structure(
             blocks=("blocks" if self.config.names == "right" else "layers",),
-            before=("embed",),
-            after=("head",),
+            first_stage=("embed",),
+            last_stage=("head",),
             ties={"head.weight": "embed.weight"} if self.config.tied else {},
             between=lambda tokens: (tokens, self.config.width),
         )

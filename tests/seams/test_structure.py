@@ -92,7 +92,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
             "pp2",
             r"blocks\.1 has no parameters, and blocks are assigned",
         ),
-        ("no tuple", "shard1", r"has after = 'head', expected a tuple: \('head',\)"),
+        ("no tuple", "shard1", r"has last_stage = 'head', expected a tuple: \('head',\)"),
     ],
 )
 def test_the_rest_is_refused_by_name(tmp_path: Path, flavor: str, layout: str, says: str) -> None:

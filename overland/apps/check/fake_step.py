@@ -239,7 +239,7 @@ def found_in_pass(
 
 def is_first_stage(part: nn.Module, structure: Structure) -> bool:
     """Returns whether the part is the first stage, or the whole model."""
-    return all(find_module(part, path) is not None for path in structure.before)
+    return all(find_module(part, path) is not None for path in structure.first_stage)
 
 
 class Collectives(TorchDispatchMode):

@@ -17,9 +17,10 @@ from overland.apps.convert import convert
 from overland.apps.convert.formats import LazyCheckpoint, open_any
 from overland.apps.convert.formats.lazy import held
 from overland.apps.convert.formats.merge import Merged, join, merge
+from overland.apps.convert.formats.overland import adapter_config
 from overland.apps.convert.formats.peft import plain_name
 from overland.apps.convert.verify import model_with_weights
-from overland.config.adapter import config_of, read_adapter_config, settings_of
+from overland.config.adapter import read_adapter_config, settings_of
 from overland.errors import CheckpointError
 from overland.models.init import init_buffers
 from overland.models.lora import LoRA
@@ -102,7 +103,7 @@ def test_an_adapter_is_written_as_peft_wrote_it(name: str, tmp_path: Path) -> No
     # Its settings alone are enough to write the config that PEFT did.
     modules = {plain_name(key)[0].partition(".lora_")[0] for key in load_file(
         before / "adapter_model.safetensors") if ".lora_" in key}  # fmt: skip
-    ours = config_of(settings_of(config, before), sorted(modules), "base")
+    ours = adapter_config(settings_of(config, before), sorted(modules), "base")
     lists = ("target_modules", "modules_to_save")  # PEFT writes them in any order
     assert {k: sorted(v) if k in lists and v else v for k, v in ours.items()} == {
         k: sorted(v) if k in lists and v else v for k, v in config.items() if k in ours

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from overland.checkpoint.lazy import (
 from overland.checkpoint.origin import LEFT_OUT, Origin
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
 from overland.checkpoint.write import write_whole_tensors
-from overland.config.adapter import config_of
+from overland.config.adapter import KEYS
 from overland.config.derived import GroupRates, group_rates
 from overland.config.schema import Lora, Optimizer
 from overland.data.tokenizer_files import companions_in
@@ -46,6 +46,15 @@ from overland.run_folder import (
     MODEL_CONFIG,
     TOKENIZER,
 )
+
+WRITTEN: dict[str, Any] = {
+    "bias": "none",
+    "inference_mode": True,
+    "peft_type": "LORA",
+    "peft_version": "0.21.2",
+    "task_type": "CAUSAL_LM",
+}
+"""What is written besides. Keys that are left out have PEFT's defaults, which use nothing more."""
 
 
 def detect_overland(path: Path) -> bool:
@@ -134,7 +143,24 @@ def _adapter(run: dict[str, Any], tensors: dict[str, Lazy]) -> Config:
     base = (config.get("checkpoint") or {}).get("initial_load_path")
     if base and Path(base).is_dir():  # a relative path would be wrong from any other folder
         base = str(Path(base).resolve())
-    return config_of(settings, sorted(modules), base)
+    return adapter_config(settings, sorted(modules), base)
+
+
+def adapter_config(settings: Lora, modules: Sequence[str], base: str | None) -> dict[str, Any]:
+    """Returns the adapter_config.json of a run's adapters. `modules` are the modules that have one;
+    `base` is the folder or name of the base model."""
+    theirs = {name: getattr(settings, ours) for name, ours in KEYS.items()}
+    theirs |= {"lora_alpha": _plain(settings.alpha)}
+    theirs |= {"alpha_pattern": {k: _plain(v) for k, v in settings.alpha_pattern.items()}}
+    for name in ("exclude_modules", "modules_to_save"):
+        theirs[name] = theirs[name] or None
+    if settings.targets == "all-linear":  # PEFT also stores the resolved names
+        theirs["target_modules"] = sorted(modules)
+    return {**WRITTEN, **theirs, "base_model_name_or_path": base}
+
+
+def _plain(number: float) -> float | int:
+    return int(number) if number == int(number) else number
 
 
 def write_overland(source: LazyCheckpoint, folder: Path, options: Options) -> None:
