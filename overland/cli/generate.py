@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +17,7 @@ from overland.streams import raw
 if TYPE_CHECKING:
     from overland.apps.evaluation.answers import Asking
     from overland.apps.evaluation.generate import Completion, Generator
-    from overland.apps.evaluation.model import OpenModel
     from overland.apps.evaluation.prompts import Prompt
-    from overland.apps.evaluation.sampling import Sampling
 
 RESET = "/reset"
 CONTEXT, TOKENS = "context is full", "number of tokens"  # why a text ended
@@ -93,6 +90,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
 ) -> None:
     """Continue prompts with a model, or chat with it."""
+    from overland.apps.evaluation.answers import Asking
     from overland.apps.evaluation.model import open_model
     from overland.apps.evaluation.prompts import (
         Prompt,
@@ -124,45 +122,27 @@ def generate(
         f"{opened.path}: {str(opened.dtype).removeprefix('torch.')} (--dtype) on {opened.device} "
         "(--device)"
     )
-    asked = GenerateOptions(
-        opened, sampling, num_tokens, stop or [], chat, system, batch_size, as_json,
-        parse_specials is not False,
-    )  # fmt: skip
+    asked = Asking(
+        opened, sampling, num_tokens, stop or [], chat, system, parse_specials is not False
+    )
     if not given:
-        converse(asked)
+        converse(asked, as_json)
         return
     if has_unread_input():
         note("standard input is not read: prompts are given")
-    answer(asked, given)
+    if len(given) == 1 and sys.stdout.isatty() and not as_json:
+        stream(asked, given[0])
+    else:
+        answer(asked, given, batch_size, as_json)
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
-    opened: OpenModel
-    sampling: Sampling
-    num_tokens: int
-    stop: list[str]
-    chat: bool
-    system: str | None
-    batch_size: int
-    as_json: bool
-    parse_specials: bool
+def generator_of(asked: Asking, length: int) -> Generator:
+    """Returns what generates one text of this length at a time."""
+    from overland.apps.evaluation.generate import Generator
 
-    @property
-    def asking(self) -> Asking:
-        from overland.apps.evaluation.answers import Asking
-
-        return Asking(
-            self.opened, self.sampling, self.num_tokens, self.stop, self.chat, self.system,
-            self.parse_specials,
-        )  # fmt: skip
-
-    def generator(self, batch_size: int, length: int) -> Generator:
-        from overland.apps.evaluation.generate import Generator
-
-        made = Generator(self.opened, batch_size=batch_size, length=length)
-        note_cache(made)
-        return made
+    made = Generator(asked.opened, batch_size=1, length=length)
+    note_cache(made)
+    return made
 
 
 def note_cache(made: Generator) -> None:
@@ -172,18 +152,19 @@ def note_cache(made: Generator) -> None:
         )
 
 
-def answer(asked: GenerateOptions, prompts: list[Prompt]) -> None:
+def answer(asked: Asking, prompts: list[Prompt], batch_size: int, as_json: bool) -> None:
     """Prints the continuation of each prompt."""
-    asking = asked.asking
-    if len(prompts) == 1 and sys.stdout.isatty() and not asked.as_json:
-        return stream(asked, asking, prompts[0])
     num_full = 0
     with progress_bar("generating", total=len(prompts), visible=len(prompts) > 1) as bar:
-        answers = asking.answers(prompts, asked.batch_size, bar.advance, note_cache)
-        for number, one in enumerate(answers):
-            if number and not asked.as_json:
-                print()
-            show(asked, prompts[number], one)
+        answers = asked.answers(prompts, batch_size, bar.advance, note_cache)
+        for number, (prompt, one) in enumerate(zip(prompts, answers, strict=True)):
+            if as_json:
+                show_json(prompt.text, one.text, one)
+            else:
+                begun = beginning(asked, prompt)
+                if number:
+                    print()
+                say([begun + one.text if begun else one.text.strip()])
             num_full += one.reason == CONTEXT
     if num_full:
         note(
@@ -192,30 +173,22 @@ def answer(asked: GenerateOptions, prompts: list[Prompt]) -> None:
         )
 
 
-def stream(asked: GenerateOptions, asking: Asking, prompt: Prompt) -> None:
+def stream(asked: Asking, prompt: Prompt) -> None:
     """Prints the continuation of a prompt while it is generated."""
-    ids = asking.encoded(prompt)
-    generator = asked.generator(1, len(ids) + asked.num_tokens)
+    ids = asked.encoded(prompt)
+    generator = generator_of(asked, len(ids) + asked.num_tokens)
     print(beginning(asked, prompt), end="", flush=True)
     pieces = generator.stream(
         ids, max_new_tokens=asked.num_tokens, sampling=asked.sampling,
-        end_ids=asking.end_ids([prompt]), stop=asked.stop,
+        end_ids=asked.end_ids([prompt]), stop=asked.stop,
         ended=lambda one: tell_end(asked, one.reason),
     )  # fmt: skip
     say(stripped(pieces) if asked.chat else pieces)
 
 
-def beginning(asked: GenerateOptions, prompt: Prompt) -> str:
+def beginning(asked: Asking, prompt: Prompt) -> str:
     """Returns what to print before an answer: a text to continue, but not a question."""
     return "" if asked.chat or prompt.messages else prompt.text
-
-
-def show(asked: GenerateOptions, prompt: Prompt, one: Completion) -> None:
-    if asked.as_json:
-        show_json(prompt.text, one.text, one)
-        return
-    begun = beginning(asked, prompt)
-    say([begun + one.text if begun else one.text.strip()])
 
 
 def show_json(prompt: str, text: str, one: Completion) -> None:
@@ -224,13 +197,13 @@ def show_json(prompt: str, text: str, one: Completion) -> None:
     say([json.dumps(record, ensure_ascii=False)])
 
 
-def converse(asked: GenerateOptions) -> None:
+def converse(asked: Asking, as_json: bool) -> None:
     """Talks until the input ends."""
     from overland.apps.evaluation.chat import ChatSession
     from overland.apps.evaluation.prompts import check_turn
     from overland.errors import OverlandError
 
-    generator = asked.generator(1, asked.opened.context)
+    generator = generator_of(asked, asked.opened.context)
     talk = ChatSession(
         asked.opened, generator, asked.num_tokens, asked.sampling, asked.stop, asked.system, note
     )
@@ -245,7 +218,7 @@ def converse(asked: GenerateOptions) -> None:
             note("conversation cleared")
             continue
         try:
-            if asked.as_json:
+            if as_json:
                 text = "".join(talk.ask(question)).strip()
                 assert talk.answer is not None
                 show_json(question, text, talk.answer)
@@ -261,7 +234,7 @@ def converse(asked: GenerateOptions) -> None:
             note(str(error))
 
 
-def tell_end(asked: GenerateOptions, reason: str) -> None:
+def tell_end(asked: Asking, reason: str) -> None:
     """Reports why a text ended before the model was done."""
     if reason == CONTEXT:
         note(f"(the model's context of {asked.opened.context:,} tokens is full)")

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from overland.apps.check.planned import PlannedRun
 from overland.apps.proofs.pool import RankPool
-from overland.cli.check import lack_of_memory, report
+from overland.cli.check import report
 from overland.cluster.error_kinds import error_kind
 from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
@@ -152,12 +153,12 @@ def test_check_says_what_train_would_refuse(
 ) -> None:
     """Of a GPU, only its memory is asked for."""
     config = tiny_job(tmp_path)
-    assert lack_of_memory(config, 1) == []
+    assert PlannedRun(config, 1).lack_of_memory() == []
     monkeypatch.setattr(fit, "machine_memory", lambda: 1000.0)
     gpu = SimpleNamespace(total_memory=1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(devices, "device_type", lambda wanted: where)
-    (note,) = lack_of_memory(config, 1)
+    (note,) = PlannedRun(config, 1).lack_of_memory()
     assert ("on this GPU, which has" if where == "cuda" else "on this machine, which has") in note
 
 
@@ -169,7 +170,7 @@ def test_what_check_counts_is_what_ranks_hold(
     held = sum(ranks.run(2, held_by, config)) / 2
     found: list[float] = []
     monkeypatch.setattr(fit, "require_memory", lambda *given: found.append(given[4]))
-    assert lack_of_memory(config, 2) == []
+    assert PlannedRun(config, 2).lack_of_memory() == []
     assert found == [pytest.approx(held, rel=0.01)]
 
 
