@@ -74,6 +74,12 @@ def counted_words(counts: Mapping[str, int]) -> list[str]:
     return [f"{count:,} {what}" for what, count in sorted(counts.items())]
 
 
+def in_columns(rows: Mapping[str, object]) -> str:
+    """Returns names and values as two columns, a line for each."""
+    width = max(map(len, rows), default=0)
+    return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows.items())
+
+
 def any_of(names: Sequence[str], word: str = "or") -> str:
     """Returns names as `a, b or c`."""
     if len(names) < 2:

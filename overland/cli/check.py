@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overland.cli.common import Settings, split_settings, user_errors
-from overland.words import number_of
+from overland.words import in_columns, number_of
 
 if TYPE_CHECKING:
     from overland.config.load import Loaded
@@ -118,9 +118,7 @@ def report(
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if lines:
-        from overland.apps.console.opening import table
-
-        print(table(lines), end="\n\n")
+        print(in_columns(lines), end="\n\n")
     if missing:
         print("Missing, and needed for training:")
         print(*(f"  {problem}" for problem in missing), sep="\n", end="\n\n")

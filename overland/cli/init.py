@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from overland.cli.common import complete_recipe, user_errors
+from overland.words import command, in_columns, nearest_name
 
 
 @user_errors
@@ -46,7 +47,6 @@ def init(
 def init_recipe(recipe: str, dest: Path | None, force: bool) -> None:
     from overland.config.errors import ConfigError, Problem
     from overland.config.load import recipe_names, recipe_path
-    from overland.words import command, nearest_name
 
     source = recipe_path(recipe)
     if source is None:
@@ -77,7 +77,6 @@ def init_scripts(name: str, folder: Path, force: bool) -> None:
 def list_recipes() -> str:
     """Returns one line per recipe: its name, and the first comment in its file."""
     from overland.config.load import recipe_names, recipe_path
-    from overland.words import command
 
     titles = {}
     for name in recipe_names():
@@ -92,13 +91,7 @@ def list_recipes() -> str:
 def list_scripts() -> str:
     """Returns one line per trainer whose scripts can be copied."""
     from overland.apps.scripts import about, script_names
-    from overland.words import command
 
     titles = {name: about(name)[0] for name in script_names()}
     copy = command("overland", "init", "--from", "NAME")
     return f"Scripts of other trainers, copied here by `{copy}`:\n\n{in_columns(titles)}"
-
-
-def in_columns(titles: dict[str, str]) -> str:
-    width = max(map(len, titles), default=0)
-    return "\n".join(f"{name:<{width}}  {title}" for name, title in titles.items())

@@ -22,7 +22,7 @@ def list_runs(
 ) -> None:
     """List runs, newest first: state, step, loss, validation loss, and age of the last update."""
     from overland.apps.watch.listing import list_runs, table
-    from overland.cli.watch import finite
+    from overland.apps.watch.watch import finite
     from overland.words import command
 
     runs = list_runs(folder.expanduser())

@@ -174,16 +174,12 @@ def submit(
 
 def list_sites() -> str:
     from overland.cluster.site import load_site, site_files
-    from overland.words import command
+    from overland.words import command, in_columns
 
-    files = site_files()
-    width = max(map(len, files))
-    lines = [
-        f"{name:<{width}}  {load_site(str(path)).facts.description}"
-        for name, path in sorted(files.items())
-    ]
+    sites = {name: load_site(str(path)) for name, path in sorted(site_files().items())}
+    lines = in_columns({name: site.facts.description for name, site in sites.items()})
     words = ("submit", "CONFIG", "--site", "NAME", "--nodes", "N", "--dry-run")
-    return "\n".join([*lines, "", f"`{command('overland', *words)}` prints a job script."])
+    return f"{lines}\n\n`{command('overland', *words)}` prints a job script."
 
 
 def load_for_chain(

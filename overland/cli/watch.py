@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import select
 import sys
@@ -70,7 +69,7 @@ def watch(
     """
     from overland.apps.watch.listing import newest_run
     from overland.apps.watch.view import draw
-    from overland.apps.watch.watch import Watch
+    from overland.apps.watch.watch import Watch, finite
     from overland.console import SafeConsole
     from overland.errors import NoRun
 
@@ -162,12 +161,3 @@ def keyboard() -> Iterator[Callable[[str, float], bool]]:
         yield pressed
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def finite(value: Any) -> Any:
-    """Replaces NaN and infinity by None, since JSON has neither."""
-    if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from overland.apps.check import planned
 from overland.apps.check.planned import PlannedRun
 from overland.apps.proofs.pool import RankPool
 from overland.cli.check import report
@@ -157,7 +158,7 @@ def test_check_says_what_train_would_refuse(
     monkeypatch.setattr(fit, "machine_memory", lambda: 1000.0)
     gpu = SimpleNamespace(total_memory=1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(devices, "device_type", lambda wanted: where)
+    monkeypatch.setattr(planned, "device_type", lambda wanted: where)
     (note,) = PlannedRun(config, 1).lack_of_memory()
     assert ("on this GPU, which has" if where == "cuda" else "on this machine, which has") in note
 
@@ -169,7 +170,7 @@ def test_what_check_counts_is_what_ranks_hold(
     config = tiny_job(tmp_path, lora={"rank": 4}, training={"dtype": "float32"})
     held = sum(ranks.run(2, held_by, config)) / 2
     found: list[float] = []
-    monkeypatch.setattr(fit, "require_memory", lambda *given: found.append(given[4]))
+    monkeypatch.setattr(planned, "require_memory", lambda *given: found.append(given[4]))
     assert PlannedRun(config, 2).lack_of_memory() == []
     assert found == [pytest.approx(held, rel=0.01)]
 

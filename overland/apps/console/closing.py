@@ -6,13 +6,12 @@ import math
 from textwrap import indent
 from typing import TYPE_CHECKING
 
-from overland.apps.console.opening import table
 from overland.objectives.objective import NextToken
 from overland.plugins import plugin
 from overland.run_folder import NOT_SAVED
 from overland.training.history import Trained
 from overland.training.validate import LARGEST_LOSS
-from overland.words import command, number_of
+from overland.words import command, in_columns, number_of
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -38,7 +37,8 @@ def closing(run: Run, result: Trained, is_new: bool) -> str:
             f"Nothing left to do: {how_far(run, result.step)}. `--resume none` starts a new run "
             f"next to it."
         )
-    parts = [f"\n{first}", indent(table(losses(run, result) | places(run, result)), "  ") + "\n"]
+    found = in_columns(losses(run, result) | places(run, result))
+    parts = [f"\n{first}", indent(f"{found}\n", "  ")]
     if run.dataset.tokenizer is not None:
         parts.append(plugin("samples").samples_in_words(run, run.dataset.tokenizer))
     parts.append(

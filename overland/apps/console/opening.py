@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from overland.run_folder import RunFolder
 from overland.training.fit import GIB, estimate
 from overland.training.memory import can_estimate
 from overland.training.sessions import precision_of
-from overland.words import number_of
+from overland.words import in_columns, number_of
 from overland.world import World
 from overland.world.devices import device_memory, device_name
 
@@ -43,12 +42,7 @@ def opening(
         "memory": memory_in_words(config, architecture, degrees, device),
         "run": run_in_words(config, RunFolder(config)),
     }
-    return table(lines)
-
-
-def table(lines: Mapping[str, str]) -> str:
-    width = max(map(len, lines), default=0)
-    return "\n".join(f"{name:{width}}  {words}" for name, words in lines.items())
+    return in_columns(lines)
 
 
 def model_in_words(config: JobConfig, architecture: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from overland.apps.report.charts import charts_of, charts_to_json
 from overland.apps.report.page import build_page
 from overland.apps.report.summary import RunReport
 from overland.apps.report.svg import chart_svg, timeline_svg
+from overland.apps.watch.watch import finite
 from overland.errors import ReportError, sentence
 from overland.files import replace_file
 
@@ -74,12 +74,3 @@ def _whole_steps(chart: dict[str, Any]) -> dict[str, Any]:
         total = 0.0
         line["steps"] = [round(total := total + step, 2) for step in line["steps"]]
     return chart
-
-
-def finite(value: Any) -> Any:
-    """Replaces non-finite numbers with None, since JSON has no NaN."""
-    if isinstance(value, dict):
-        return {str(name): finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

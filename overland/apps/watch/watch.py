@@ -8,6 +8,7 @@ may be missing. Nothing here imports torch, so it is quick even on a busy login 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import time
@@ -440,3 +441,12 @@ def table_in(config: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 def _names(value: object) -> list[str]:
     return [str(name) for name in value] if isinstance(value, list) else []
+
+
+def finite(value: Any) -> Any:
+    """Replaces non-finite numbers with None, since JSON has no NaN."""
+    if isinstance(value, dict):
+        return {str(name): finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
