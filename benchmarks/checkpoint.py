@@ -30,13 +30,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import overland.checkpoint.write as writing
 from overland.checkpoint.plan import Box, check_whole, drop_copies, lay_out_files
-from overland.checkpoint.read import load
+from overland.checkpoint.read import fill, open_checkpoint
 from overland.checkpoint.store import Store
 from overland.checkpoint.write import WrittenFile, build_index
 from overland.config.schema import Checkpoint as Settings
 from overland.models.flavors import FLAVORS
 
 TENSOR = 16 * 2**20  # elements of each, in float32
+
+
+def load(path: Path, state: dict[str, torch.Tensor]) -> None:
+    with open_checkpoint(path) as checkpoint:
+        fill(checkpoint, state)
 
 
 def main() -> None:

@@ -235,14 +235,6 @@ def read_marker(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / COMMITTED} cannot be read: {error.strerror}") from None
 
 
-def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Fills the tensors of `state`, however they are sharded; returns everything that is not a
-    tensor."""
-    with open_checkpoint(path) as checkpoint:
-        fill(checkpoint, state)
-        return checkpoint.run
-
-
 def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
     shapes = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
     require_fit(checkpoint.path, shapes, state)

@@ -58,10 +58,9 @@ def update(
         return
     assert len({state.remainder is None for state in states}) == 1
     parameter, remainder = states[0].parameter, states[0].remainder
-    if triton_takes(parameter) and (remainder is not None or parameter.dtype == torch.float32):
-        update_triton(states, num_updates, rates, divisor, skip)
-    else:
-        update_plain(states, num_updates, rates, divisor, skip)
+    has_kernel = remainder is not None or parameter.dtype == torch.float32
+    run = update_triton if triton_takes(parameter) and has_kernel else update_plain
+    run(states, num_updates, rates, divisor, skip)
 
 
 def update_triton(
@@ -116,7 +115,8 @@ def update_plain(
         wide = parameter if remainder is None else join(parameter, remainder)
         gradient = state.gradient.to(torch.float32, copy=True)  # the kernel writes into it
         exp_avg, exp_avg_sq = state.exp_avg.float(), state.exp_avg_sq.float()
-        update_whole([wide], [gradient], [exp_avg], [exp_avg_sq], num_updates, rates, divisor, skip)
+        piece = UpdateState(wide, None, gradient, exp_avg, exp_avg_sq)
+        update_whole([piece], num_updates, rates, divisor, skip)
         if remainder is not None:
             narrow, left_over = split(wide)
             parameter.copy_(narrow)
@@ -150,29 +150,27 @@ def in_pieces(states: Sequence[UpdateState]) -> Iterator[tuple[int, UpdateState]
 
 
 def update_whole(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    averages: list[Tensor],
-    squares: list[Tensor],
+    states: Sequence[UpdateState],
     num_updates: Tensor,
     rates: Hyperparameters,
     divisor: Tensor,
     skip: Tensor,
 ) -> None:
-    """Runs PyTorch's own kernel, which takes any number of parameters at once. It divides by a
-    float32 number, which is not enough for float64."""
+    """Runs PyTorch's own kernel, which takes any number of parameters at once, none of them split.
+    It divides by a float32 number, which is not enough for float64."""
+    gradients = [state.gradient for state in states]
     if divisor.dtype == torch.float64:
         for gradient in gradients:
             gradient /= divisor
         divisor = torch.ones_like(divisor, dtype=torch.float32)
     kernel = torch._fused_adamw_ if rates.decoupled else torch._fused_adam_
     kernel(
-        parameters,
+        [state.parameter for state in states],
         gradients,
-        averages,
-        squares,
+        [state.exp_avg for state in states],
+        [state.exp_avg_sq for state in states],
         [],
-        [num_updates] * len(parameters),
+        [num_updates] * len(states),
         lr=rates.lr,
         beta1=rates.beta1,
         beta2=rates.beta2,

@@ -68,13 +68,4 @@ class AdamW(Elementwise):
         if self.bf16_moments or any(state.remainder is not None for state in states):
             update(states, step.num_updates, rates, step.divisor, step.skip)
         elif states := [state for state in states if state.parameter.numel()]:
-            update_whole(
-                [state.parameter for state in states],
-                [state.gradient for state in states],
-                [state.exp_avg for state in states],
-                [state.exp_avg_sq for state in states],
-                step.num_updates,
-                rates,
-                step.divisor,
-                step.skip,
-            )
+            update_whole(states, step.num_updates, rates, step.divisor, step.skip)

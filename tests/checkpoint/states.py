@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overland.checkpoint.read import fill, open_checkpoint
 from overland.checkpoint.store import Outcome, Store
 from overland.config.schema import Checkpoint as Settings
 from overland.files import Disk
@@ -35,6 +36,14 @@ def some_state(seed: int) -> dict[str, Tensor]:
 
 def like(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.full_like(tensor, 17) for name, tensor in state.items()}
+
+
+def load(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Fills the tensors of `state`, however they are sharded; returns everything that is not a
+    tensor."""
+    with open_checkpoint(path) as checkpoint:
+        fill(checkpoint, state)
+        return checkpoint.run
 
 
 def save(folder: Path, step: int, disk: Disk | None = None, **settings: Any) -> Outcome:

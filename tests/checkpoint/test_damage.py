@@ -14,9 +14,8 @@ import pytest
 from overland.apps.convert.formats.lazy import is_tiled_by
 from overland.apps.proofs.checkpoint import verify
 from overland.checkpoint.format import marker, parse_marker
-from overland.checkpoint.read import load
 from overland.errors import CheckpointError
-from tests.checkpoint.states import copy, like, save, some_state
+from tests.checkpoint.states import copy, like, load, save, some_state
 
 FILE = "rank_00000.safetensors"
 

@@ -10,9 +10,8 @@ import torch
 
 from overland.apps.proofs.checkpoint import verify
 from overland.checkpoint.folder import latest_checkpoint, list_checkpoints
-from overland.checkpoint.read import load
 from overland.run_folder import LATEST
-from tests.checkpoint.states import Killed, MortalDisk, copy, like, save, some_state
+from tests.checkpoint.states import Killed, MortalDisk, copy, like, load, save, some_state
 
 SETTINGS = {
     "plain": {},

@@ -25,7 +25,7 @@ from overland.checkpoint import write
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.format import marker
 from overland.checkpoint.plan import PackedTensor
-from overland.checkpoint.read import fill, load, open_checkpoint
+from overland.checkpoint.read import fill, open_checkpoint
 from overland.checkpoint.store import Store
 from overland.config.schema import Checkpoint as Settings
 from overland.errors import CheckpointError
@@ -34,7 +34,7 @@ from overland.kernels.master_weights import join, split
 from overland.run_folder import LATEST
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Transfer, read_signs
-from tests.checkpoint.states import FullDisk, like, save, some_state
+from tests.checkpoint.states import FullDisk, like, load, save, some_state
 
 
 class SlowDisk(Disk):
