@@ -24,7 +24,7 @@ from overland.optimizers.rule import (
     num_saved_bytes,
     wrong_kind,
 )
-from overland.words import nearest_name
+from overland.words import did_you_mean
 
 _RULES: dict[str, type[Rule]] = {"AdamW": AdamW, "Adam": AdamW, "Lion": Lion}
 
@@ -65,9 +65,7 @@ def optimizer_names() -> list[str]:
 
 def rule_class(name: str) -> type[Rule]:
     if name not in _RULES:
-        near = nearest_name(name, _RULES)
-        hint = f"; did you mean '{near}'?" if near else f"; known: {', '.join(sorted(_RULES))}"
-        raise OptimizerError(f"there is no optimizer '{name}'{hint}")
+        raise OptimizerError(f"there is no optimizer '{name}'{did_you_mean(name, _RULES)}")
     return _RULES[name]
 
 
@@ -149,9 +147,7 @@ def _with_options(kind: type[Rule], name: str, options: Mapping[str, Any]) -> Ru
     valid = {field.name: field for field in fields(kind) if field.init}
     for key in options:
         if key not in valid:
-            near = nearest_name(key, valid)
-            hint = f"did you mean '{near}'?" if near else f"it has {', '.join(valid) or 'none'}"
-            raise OptimizerError(f"{name} has no option '{key}'; {hint}")
+            raise OptimizerError(f"{name} has no option '{key}'{did_you_mean(key, valid)}")
     types = get_type_hints(kind)
     for key, value in options.items():
         try:

@@ -168,7 +168,7 @@ def test_a_whole_matrix_rule_leaves_the_rest_to_adamw() -> None:
     ("words", "says"),
     [
         ({"name": "Lino"}, "there is no optimizer 'Lino'; did you mean 'Lion'?"),
-        ({"name": "SGD"}, "there is no optimizer 'SGD'; known: Adam, AdamW, "),
+        ({"name": "SGD"}, "there is no optimizer 'SGD'; valid names: Adam, AdamW, "),
         ({"name": "Lion", "options": {"beta_2": 0.9}}, "no option 'beta_2'; did you mean 'beta2'?"),
         ({"name": "Lion", "options": {"beta2": "high"}}, 'Lion\'s option beta2 = "high": '),
         ({"name": "AdamW", "options": {"beta2": 0.9}}, "takes its options from [optimizer] itself"),

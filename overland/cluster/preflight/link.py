@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from overland.cluster.preflight.child import Stage
@@ -200,46 +201,33 @@ class _Group:
 
     def __init__(self, device: torch.device, other: int) -> None:
         import torch
+        import torch.distributed as dist
 
         is_cpu = device.type == "cpu"
         self.num_bytes = CPU_BYTES if is_cpu else ACCELERATOR_BYTES
         self.choose = BEST if is_cpu else MEDIAN
-        self._other, self._device = other, device
+        self._other, self._dist = other, dist
+        self._settle = (lambda: None) if is_cpu else partial(torch.cuda.synchronize, device)
         self._sent = torch.arange(self.num_bytes // 4, dtype=torch.int32, device=device)
         self._got = torch.empty_like(self._sent)
         self._one = torch.zeros(1, device=device)
 
     def send(self) -> None:
-        import torch.distributed as dist
-
-        dist.send(self._sent, self._other)
+        self._dist.send(self._sent, self._other)
         self._settle()
 
     def receive(self) -> bool:
-        import torch
-        import torch.distributed as dist
-
         self._got.zero_()
-        dist.recv(self._got, self._other)
-        return torch.equal(self._got, self._sent)
+        self._dist.recv(self._got, self._other)
+        return self._got.equal(self._sent)
 
     def ping(self) -> None:
-        import torch.distributed as dist
-
-        dist.send(self._one, self._other)
+        self._dist.send(self._one, self._other)
         self._settle()
 
     def pong(self) -> None:
-        import torch.distributed as dist
-
-        dist.recv(self._one, self._other)
+        self._dist.recv(self._one, self._other)
         self._settle()
-
-    def _settle(self) -> None:
-        import torch
-
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def _address(env: Mapping[str, str] = os.environ) -> str:
