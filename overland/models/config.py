@@ -93,13 +93,63 @@ class DecoderConfig:
         return cls(**{item.name: getattr(config, item.name) for item in fields(DecoderConfig)})
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the config.json of this model, in a form that transformers 4 and 5 both read."""
-        return _config_as_hf(self)
+        """Returns the config.json of this model. RoPE is written in both forms: transformers 4
+        reads only `rope_theta` and `rope_scaling`, and newer tools may read only
+        `rope_parameters`."""
+        family = self.family
+        hf: dict[str, Any] = {"architectures": [family.architecture]}
+        hf["model_type"] = self.model_type
+        for name in (*SIZES, *PLAIN):
+            hf[name] = getattr(self, name)
+        if isinstance(self.eos_token_id, tuple):
+            hf["eos_token_id"] = list(self.eos_token_id)
+        is_derived = self.head_dim * self.num_attention_heads == self.hidden_size
+        if self.model_type != "qwen2" or not is_derived:
+            hf["head_dim"] = self.head_dim
+        for name in family.options:
+            if name != "norm_type" or self.norm_type != RMSNORM:  # which is only in Overland
+                hf[name] = getattr(self, name)
+        if family.window == "all":
+            hf["sliding_window"] = self.window_of(0)
+        if family.window == "layers":
+            hf |= _window_as_hf(self)
+        scaling = {key: value for key, value in asdict(self.rope).items() if value is not None}
+        hf["rope_parameters"] = dict(scaling)
+        hf["rope_theta"] = scaling.pop("rope_theta")
+        hf["rope_scaling"] = None if self.rope.rope_type == "default" else scaling
+        return hf
 
     def override(self, overrides: Mapping[str, Any]) -> DecoderConfig:
-        """Returns this config with some Hugging Face keys replaced; raises a ModelError for an
-        unknown key."""
-        return _override_config(self, overrides)
+        """Returns this config with some Hugging Face keys replaced, and derived sizes updated;
+        raises a ModelError for an unknown key."""
+        overrides = dict(overrides)
+        rope = overrides.pop("rope", None)
+        if rope is not None:
+            rope = asdict(rope) if isinstance(rope, RopeConfig) else dict(rope)
+            overrides["rope_parameters"] = {k: v for k, v in rope.items() if v is not None}
+        valid = keys_of(self.model_type) | {"rope"}
+        for name in overrides:
+            if name not in valid:
+                near = did_you_mean(name, valid)
+                raise ModelError(f"'{name}' is not a field of a {self.model_type} model{near}")
+        hf = DecoderConfig.to_hf(self)  # a subclass may write keys of its own
+        del hf["rope_parameters"]  # the old form has everything, and one form is easier to replace
+        if "rope_parameters" in overrides:
+            del hf["rope_theta"], hf["rope_scaling"]
+        ungrouped = self.num_key_value_heads == self.num_attention_heads
+        if ungrouped and "num_attention_heads" in overrides:
+            hf["num_key_value_heads"] = None
+        derived = self.head_dim * self.num_attention_heads == self.hidden_size
+        resized = bool({"hidden_size", "num_attention_heads"} & overrides.keys())
+        if derived and resized and self.model_type != "qwen3":
+            hf.pop("head_dim", None)
+        if {"use_sliding_window", "max_window_layers", "layer_types"} & overrides.keys():
+            hf.pop("layer_types", None)
+        changed = _from_dict(hf | overrides, "the overridden model")
+        if type(self) is DecoderConfig:
+            return changed
+        # A user's subclass keeps its type and its own fields.
+        return replace(self, **{f.name: getattr(changed, f.name) for f in fields(DecoderConfig)})
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every parameter by its Hugging Face name; a tied lm_head is not
@@ -296,36 +346,6 @@ def _window_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config_as_hf(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the contents of a config.json. RoPE is written in both forms: transformers 4 reads
-    only `rope_theta` and `rope_scaling`, and newer tools may read only `rope_parameters`."""
-    family = config.family
-    hf: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": config.model_type,
-    }
-    for name in (*SIZES, *PLAIN):
-        hf[name] = getattr(config, name)
-    if isinstance(config.eos_token_id, tuple):
-        hf["eos_token_id"] = list(config.eos_token_id)
-    if config.model_type != "qwen2" or config.head_dim * config.num_attention_heads != (
-        config.hidden_size
-    ):
-        hf["head_dim"] = config.head_dim
-    for name in family.options:
-        if name != "norm_type" or config.norm_type != RMSNORM:  # which is only in Overland
-            hf[name] = getattr(config, name)
-    if family.window == "all":
-        hf["sliding_window"] = config.window_of(0)
-    if family.window == "layers":
-        hf |= _window_as_hf(config)
-    scaling = {key: value for key, value in asdict(config.rope).items() if value is not None}
-    hf["rope_parameters"] = dict(scaling)
-    hf["rope_theta"] = scaling.pop("rope_theta")
-    hf["rope_scaling"] = None if config.rope.rope_type == "default" else scaling
-    return hf
-
-
 def _window_as_hf(config: DecoderConfig) -> dict[str, Any]:
     if config.sliding_window is None:
         return {
@@ -339,36 +359,3 @@ def _window_as_hf(config: DecoderConfig) -> dict[str, Any]:
     # Early transformers 4 supported only "from this layer on"; the list is exact.
     first = config.layer_types.index(SLIDING) if SLIDING in config.layer_types else 0
     return window | {"max_window_layers": first, "layer_types": list(config.layer_types)}
-
-
-def _override_config(config: DecoderConfig, overrides: Mapping[str, Any]) -> DecoderConfig:
-    """Returns the config with Hugging Face keys replaced; derived sizes are updated."""
-    overrides = dict(overrides)
-    rope = overrides.pop("rope", None)
-    if rope is not None:
-        rope = asdict(rope) if isinstance(rope, RopeConfig) else dict(rope)
-        overrides["rope_parameters"] = {k: v for k, v in rope.items() if v is not None}
-    valid = keys_of(config.model_type) | {"rope"}
-    for name in overrides:
-        if name not in valid:
-            raise ModelError(
-                f"'{name}' is not a field of a {config.model_type} model{did_you_mean(name, valid)}"
-            )
-    hf = _config_as_hf(config)
-    del hf["rope_parameters"]  # the old form has everything, and one form is easier to replace
-    if "rope_parameters" in overrides:
-        del hf["rope_theta"], hf["rope_scaling"]
-    ungrouped = config.num_key_value_heads == config.num_attention_heads
-    if ungrouped and "num_attention_heads" in overrides:
-        hf["num_key_value_heads"] = None
-    derived = config.head_dim * config.num_attention_heads == config.hidden_size
-    resized = bool({"hidden_size", "num_attention_heads"} & overrides.keys())
-    if derived and resized and config.model_type != "qwen3":
-        hf.pop("head_dim", None)
-    if {"use_sliding_window", "max_window_layers", "layer_types"} & overrides.keys():
-        hf.pop("layer_types", None)
-    changed = _from_dict(hf | overrides, "the overridden model")
-    if type(config) is DecoderConfig:
-        return changed
-    # A user's subclass keeps its type and its own fields.
-    return replace(config, **{f.name: getattr(changed, f.name) for f in fields(DecoderConfig)})

@@ -181,7 +181,7 @@ class RopeConfig:
             )
         if not 0 < self.rope_theta < math.inf:
             raise ModelError(f"rope_theta must be positive, got {self.rope_theta}")
-        allowed = _ROPE_REQUIRED[self.rope_type] | _ROPE_OPTIONAL.get(self.rope_type, frozenset())
+        allowed = {*_ROPE_REQUIRED[self.rope_type], *_ROPE_OPTIONAL.get(self.rope_type, ())}
         for item in fields(self):
             if item.name in ("rope_type", "rope_theta"):
                 continue
@@ -196,26 +196,26 @@ class RopeConfig:
             raise ModelError(f"rope factor must be at least 1, got {self.factor}")
 
 
-_ROPE_REQUIRED: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
-    "llama3": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "low_freq_factor",
-            "high_freq_factor",
-        }
-    ),
+_LLAMA3_NUMBERS = ("low_freq_factor", "high_freq_factor")
+_YARN_NUMBERS = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+_ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", *_LLAMA3_NUMBERS),
 }
-_ROPE_OPTIONAL: dict[str, frozenset[str]] = {
-    "yarn": frozenset(
-        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-    ),
+_ROPE_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": _YARN_NUMBERS,
     # Written by some exporters; the dynamic rule itself reads max_position_embeddings.
-    "dynamic": frozenset({"original_max_position_embeddings"}),
+    "dynamic": ("original_max_position_embeddings",),
 }
 
 

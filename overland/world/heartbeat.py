@@ -56,20 +56,14 @@ class Phase(IntEnum):
 
     @property
     def words(self) -> str:
-        return {
-            Phase.STARTING: "starting",
-            Phase.JOINING: "joining the other ranks",
-            Phase.BUILDING: "building the model",
-            Phase.LOADING: "loading a checkpoint",
-            Phase.DATA: "waiting for data",
-            Phase.COMPUTING: "computing",
-            Phase.REPORTING: "writing its log",
-            Phase.VALIDATING: "validating",
-            Phase.SAVING: "saving",
-            Phase.ENDING: "ending",
-            Phase.STOPPED: "stopped",
-            Phase.FINISHED: "finished",
-        }[self]
+        return PHASE_WORDS[self]
+
+
+PHASE_WORDS = (
+    "starting", "joining the other ranks", "building the model", "loading a checkpoint",
+    "waiting for data", "computing", "writing its log", "validating", "saving", "ending", "stopped",
+    "finished",
+)  # fmt: skip
 
 
 class Transfer(IntEnum):

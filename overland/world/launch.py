@@ -85,20 +85,19 @@ def launch_local(
     for rank in range(num_ranks):
         env = {**shared_env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [*PYTHON, "-m", "overland", *arguments]
-        if rank in log_ranks:
+        is_shown = rank in log_ranks
+        if is_shown:
             env[ERRORS] = str(errors.absolute())
-            ranks.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_launcher()))
-        else:
-            with logs[rank].open("ab") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env=env,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        preexec_fn=_end_with_launcher(),
-                    )
+        with contextlib.nullcontext() if is_shown else logs[rank].open("ab") as log:
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=env,
+                    stdout=log,
+                    stderr=None if is_shown else subprocess.STDOUT,
+                    preexec_fn=_end_with_launcher(),
                 )
+            )
     with _interrupts_go_to(ranks) as passing:
         failed = _wait(ranks)
         awaited = _awaited(failed, ranks, beats, log_folder) if failed is not None else ""

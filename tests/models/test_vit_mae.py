@@ -184,7 +184,7 @@ def test_masks_are_a_function_of_seed_epoch_and_sample() -> None:
         ("image_size", [32, 20], "patch_size 8 does not divide image_size 32 × 20"),
         ("image_size", [32], "image_size must be a number, or height and width"),
         ("mask_ratio", 0.99, "must leave some of the 16 patches"),
-        ("hidden_size", "64", "hidden_size must be a int, got '64'"),
+        ("hidden_size", "64", "hidden_size = '64' is not of type int"),
         ("hidden_dropout_prob", 0.1, "dropout is not supported"),
         ("hiden_size", 64, "did you mean 'hidden_size'"),
         ("num_attention_heads", 7, "7 does not divide hidden_size 64"),
