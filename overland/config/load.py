@@ -110,47 +110,38 @@ def load_config(
     if not refused:  # what was refused may be what enables them
         problems += check_switches(config, entries, dropped)
     places = {key: entry.where for key, entry in entries.items() if key not in dropped}
-    config, bad_expressions = check_expressions(config, places)
+    # Keys with these problems are not in the config.
+    config, left_out = check_expressions(config, places)
     config, sft_notes = with_sft_defaults(config, places)
     paths = Resolved(config)
     if resolve:
         paths = resolve_paths(config, env, lambda key: places.get(tuple(key.split(".")), shown))
-    from_problems: list[Problem] = []
-    adapter_problems: list[Problem] = []
-    if resolve:
         paths.config, folder_notes = from_own_folder(paths.config, path, shown, places)
         notes += folder_notes
-    if resolve and not paths.problems:
-        place = places.get(("model", "from"), shown)
-        paths.config, from_problems = expand_from(paths.config, place)
-        place = places.get(("lora", "adapter"), shown)
-        paths.config, adapter_problems = expand_adapter(paths.config, places, place)
-    if resolve and ("job", "dump_folder") not in places:
-        paths.config = in_own_folder(paths.config, path)
-    problems += refused + over_refused + given.problems + env_problems
-    problems += paths.problems + from_problems + adapter_problems + bad_expressions
-    problems = in_order(problems)
+        left_out += paths.problems
+        if not paths.problems:
+            place = places.get(("model", "from"), shown)
+            paths.config, from_problems = expand_from(paths.config, place)
+            problems += from_problems
+            place = places.get(("lora", "adapter"), shown)
+            paths.config, adapter_problems = expand_adapter(paths.config, places, place)
+            left_out += adapter_problems
+        if ("job", "dump_folder") not in places:
+            paths.config = in_own_folder(paths.config, path)
+    problems += [*refused, *over_refused, *given.problems, *env_problems, *left_out]
     loaded = Loaded(
         config=paths.config,
         notes=notes + over_notes + sft_notes,
         source=shown,
         places=places,
-        dropped=frozenset(
-            {
-                *dropped,
-                *(
-                    tuple(one.key.split("."))
-                    for one in [*paths.problems, *adapter_problems, *bad_expressions]
-                ),
-            }
-        ),
+        dropped=frozenset({*dropped, *(tuple(one.key.split(".")) for one in left_out)}),
         written=paths.written,
         variables=paths.variables,
         routine=file.routine,
         about=file.about,
     )
     if problems:
-        raise ConfigError(problems, partial=loaded)
+        raise ConfigError(in_order(problems), partial=loaded)
     return loaded
 
 
