@@ -42,6 +42,8 @@ FOLDERS = {
     "overland/recipes": "tests/cli",
     "overland/scripts": "tests/documents",
     "overland/slurm.py": "tests/cluster",
+    "overland/apps/check": "tests/checks",
+    "overland/apps/console": "tests/training",
     "overland/apps/convert": "tests/checkpoint/convert",
     "overland/cluster/doctor": "tests/cluster",
     "overland/apps/data": "tests/data",
