@@ -8,8 +8,6 @@ the model, compare their digests.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 
@@ -17,9 +15,7 @@ from overland.data.batch import Batch, digests
 from overland.data.ledger import Ledger
 from overland.errors import TrainingError
 from overland.parallel.comm import from_first_rank
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
+from overland.training.run import Run
 
 
 class LedgerWriter:

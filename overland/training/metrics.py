@@ -8,15 +8,12 @@ import time
 from collections.abc import Collection
 from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from overland.files import replaced
 from overland.training.callbacks import Callback, Record
+from overland.training.run import Run
 from overland.world.devices import device_name, memory_in_use, peak_flops
 from overland.world.heartbeat import Heartbeat, Phase
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
 
 LONGEST_LINE = 2**16
 STEP = re.compile(rb'\{"step": (\d+)')

@@ -12,7 +12,7 @@ import io
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,8 @@ from overland.objectives.preference import REFERENCE
 from overland.parallel.comm import all_of, first_problem, from_first_rank
 from overland.parallel.context import share_of_rows
 from overland.parallel.sharding import reshard
+from overland.training.run import Run
 from overland.world.heartbeat import Phase
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
 
 FILE = "reference.npz"
 

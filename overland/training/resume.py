@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,9 +58,6 @@ from overland.training.start import (
 )
 from overland.training.state import check_finite, restore_random, run_tensors
 from overland.words import any_of
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
 
 Report = Callable[[str], None]
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,9 @@ from overland.parallel.comm import first_problem, total_sums
 from overland.parallel.context import share_of_rows
 from overland.parallel.sharding import reshard
 from overland.parallel.whole import Whole
+from overland.training.run import Run
 from overland.training.step import gradient_norm, with_known, with_passes
 from overland.world.heartbeat import Phase
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
 
 # Rounding: 2e-15, 5e-7 and 4e-3 were measured for passes of the same size. If sizes differ, a
 # router in bfloat16 may choose other experts; a mean over rows is off by half.

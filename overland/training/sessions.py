@@ -13,22 +13,20 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from io import RawIOBase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import overland
 from overland.checkpoint.folder import step_of
+from overland.checkpoint.store import Outcome
 from overland.config.schema import Training
 from overland.errors import sentence
 from overland.models.flops import count_parameters
 from overland.training.callbacks import Callback
 from overland.training.metrics import drop_torn_line, seconds_by_use
+from overland.training.run import Run
 from overland.world.devices import device_name
-
-if TYPE_CHECKING:
-    from overland.checkpoint.store import Outcome
-    from overland.training.run import Run
 
 LONGEST_MESSAGE = 2000
 

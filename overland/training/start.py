@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,8 @@ from overland.models.weights import (
 from overland.parallel.comm import all_of, first_problem, from_first_rank
 from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
 from overland.plugins import plugin
+from overland.training.run import Run
 from overland.training.state import check_finite
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
-
 
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
 

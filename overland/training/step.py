@@ -7,7 +7,6 @@ statistics and state inside the model are in inner_state.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,11 +23,9 @@ from overland.parallel.context import share_of_rows
 from overland.parallel.mesh import SHARDS, Mesh
 from overland.parallel.sharding import reshard, shard_of
 from overland.training.health import SpikeGuard
+from overland.training.run import Run
 from overland.training.schedule import learning_rate
 from overland.world.heartbeat import Phase
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
 
 DRAWS = ("draws_BS", "noise_BS")
 """The batch fields that seed dropout and noise."""

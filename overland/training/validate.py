@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,15 +18,13 @@ from overland.parallel.comm import sum_over, total_sums
 from overland.parallel.context import share_of_rows
 from overland.parallel.sharding import reshard
 from overland.training.callbacks import Record
+from overland.training.run import Run
 from overland.training.step import with_known, with_passes
 from overland.words import any_of
 from overland.world.heartbeat import Phase
 
 SEQUENCES = 128  # of a set, unless the config says how many
 LARGEST_LOSS = 690.0  # e to this power is 1e299, near the end of float64
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
 
 
 def sets_due(run: Run) -> list[Dataset]:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from overland.apps.console.screen import Screen
 from overland.apps.console.status_line import Status, draw, smoothed
+from overland.checkpoint.store import Outcome
 from overland.data.corpus import Corpus
 from overland.run_folder import METRIC_NAMES
 from overland.training.callbacks import Callback, Record
 from overland.training.history import HELD_OUT, History
+from overland.training.run import Run
 from overland.words import duration
 from overland.world.heartbeat import Phase
-
-if TYPE_CHECKING:
-    from overland.checkpoint.store import Outcome
-    from overland.training.run import Run
 
 RECENT = 100  # logged losses in the sparkline
 PATIENCE_SECONDS = 1.0  # in one phase, before the bar gives way to a description of it

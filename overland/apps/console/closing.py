@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from textwrap import indent
-from typing import TYPE_CHECKING
 
 from overland.objectives.objective import NextToken
 from overland.plugins import plugin
 from overland.run_folder import NOT_SAVED
 from overland.training.history import Trained
+from overland.training.run import Run
 from overland.training.validate import LARGEST_LOSS
 from overland.words import command, in_columns, number_of
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
 
 BUILT_IN = "stdlib"  # its text is Python code
 NUM_COMMANDS = 3

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from overland.errors import TrainingError
 from overland.training.callbacks import Callback, Record
 from overland.training.metrics import ADDED, step_of_line
-
-if TYPE_CHECKING:
-    from overland.training.run import Run
+from overland.training.run import Run
 
 
 class TensorBoard(Callback):
