@@ -12,7 +12,8 @@ from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig, Parallelism
 from overland.data.plan import LENGTH_STEP
-from overland.models.flops import outline_of, stage_costs
+from overland.errors import ModelError
+from overland.models.flops import stage_costs
 from overland.models.registry import model_config
 from overland.parallel.plans import plan_for, without_plan
 from overland.words import any_of
@@ -52,20 +53,20 @@ def check_splits(loaded: Loaded) -> Iterator[Problem]:
     model = model_config(loaded.config.model)
     if max(tp, cp, pp) == 1:
         return
-    for axis, degree in without_plan(model, tp=tp, cp=cp).items():
-        message = f"{loaded.config.model.name} has no parallel plan for it (docs/extending.md)"
-        yield _unfit(loaded, {"tp": "tensor", "cp": "context"}[axis], degree, message)
+    lacking = without_plan(model, loaded.config.model.name, tp=tp, cp=cp)
+    for axis, name, degree in (("tp", "tensor", tp), ("cp", "context", cp)):
+        if axis in lacking:
+            yield _unfit(loaded, name, degree, lacking[axis])
     plan = plan_for(model)
     if plan is not None and (uneven := plan.uneven(model, tp)):
         yield _unfit(loaded, "tensor", tp, f"does not divide {any_of(uneven, 'and')}")
     if pp == 1:
         return
-    structure, _ = outline_of(model)
-    if structure is None or structure.between is None:
-        message = f"{loaded.config.model.name} does not say where to split it (docs/extending.md)"
-        yield _unfit(loaded, "pipeline", pp, message)
+    try:
+        blocks = len(stage_costs(model).blocks)
+    except ModelError as error:
+        yield _unfit(loaded, "pipeline", pp, str(error))
         return
-    blocks = len(stage_costs(model).blocks)
     stages = pp * STAGES_PER_RANK[layout.pipeline_parallel_schedule]
     if stages > blocks:
         message = (

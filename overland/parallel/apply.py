@@ -77,11 +77,8 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None, mesh: Mesh, config:
 def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) -> None:
     """Raises if a model cannot be split over the given degrees."""
     name, plan = type(model).__name__, plan_for(architecture)
-    for axis, degree in without_plan(architecture, tp=degrees.tp, cp=degrees.cp).items():
-        raise ModelError(
-            f"{name} has no plan for {axis} = {degree} (register_plan, see docs/extending.md); it "
-            "can be sharded and replicated"
-        )
+    for problem in without_plan(architecture, name, tp=degrees.tp, cp=degrees.cp).values():
+        raise ModelError(problem)
     if plan is not None and degrees.tp * degrees.cp > 1:
         plan.check(model, degrees)
     if degrees.cp > 1 and any(isinstance(one, InnerLoss) for one in model.modules()):

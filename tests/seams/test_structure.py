@@ -104,8 +104,8 @@ def test_the_rest_is_refused_by_name(tmp_path: Path, flavor: str, layout: str, s
 def test_check_says_what_cannot_be_split(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[model]\nname = "network"\nflavor = "silent"\n[training]\nseq_len = 32\n')
-    for axis, says in (("tensor", "network has no parallel plan for it"),
-                       ("pipeline", "network does not say where to split it")):  # fmt: skip
+    for axis, says in (("tensor", "network has no plan for tp = 2"),
+                       ("pipeline", "does not say what passes between its blocks")):  # fmt: skip
         loaded = load_config(str(path), [f"parallelism.{axis}_parallel_degree=2"])
         assert any(says in one.message for one in check_config(loaded, 2))
 

@@ -55,11 +55,16 @@ def plan_for(config: Any) -> ParallelPlan | None:
     return None
 
 
-def without_plan(config: Any, **degrees: int) -> dict[str, int]:
-    """Returns the degrees, by axis, that need a plan which a model of this config does not have."""
+def without_plan(config: Any, name: str, **degrees: int) -> dict[str, str]:
+    """Returns, by axis, that a model of this config and name lacks a plan to be split over it."""
     plan = plan_for(config)
     axes = plan.axes if plan is not None else ()
-    return {axis: n for axis, n in degrees.items() if n > 1 and axis not in axes}
+    return {
+        axis: f"{name} has no plan for {axis} = {degree} (register_plan, see docs/extending.md); "
+        "it can be sharded and replicated"
+        for axis, degree in degrees.items()
+        if degree > 1 and axis not in axes
+    }
 
 
 def _decoder() -> ParallelPlan:
