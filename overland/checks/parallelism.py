@@ -65,7 +65,7 @@ def check_splits(loaded: Loaded) -> Iterator[Problem]:
     try:
         blocks = len(stage_costs(model).blocks)
     except ModelError as error:
-        yield _unfit(loaded, "pipeline", pp, str(error))
+        yield _unfit(loaded, "pipeline", pp, f"{loaded.config.model.name}: {error}")
         return
     stages = pp * STAGES_PER_RANK[layout.pipeline_parallel_schedule]
     if stages > blocks:

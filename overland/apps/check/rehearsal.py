@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overland.apps.check.look import Beginning, Untrained, look_at
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
 from overland.checkpoint.lazy import MODEL
 from overland.checkpoint.origin import Origin
@@ -33,7 +34,6 @@ from overland.data.corpus import Corpus
 from overland.data.corpus_folder import is_corpus
 from overland.data.holdout import check_fewer, require_both_sides
 from overland.data.leakage import check_held_out, same_data
-from overland.data.look import Beginning, Untrained, look_at
 from overland.data.plan import Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of, training_data
 from overland.data.registry import (
