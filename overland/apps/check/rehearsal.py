@@ -79,6 +79,7 @@ def require_start(loaded: Loaded) -> list[Problem]:
     rehearsal = Rehearsal(loaded)
     rehearsal.folders()
     rehearsal.data()
+    rehearsal.held_out()
     if not rehearsal.lacks_model:
         rehearsal.start()
         rehearsal.room()
@@ -178,6 +179,10 @@ class Rehearsal:
             # A tokenizer is trained if any source is text; otherwise the corpora bring theirs.
             if self.given is None and wanted.keys() <= corpora.keys() | tokens:
                 self.tokenizer = kept
+
+    def held_out(self) -> None:
+        """Opens the validation sets, after the training data, whose tokenizer they need."""
+        config = self.config
         by_path = config.validation.dataset_path is not None
         main = "validation.dataset_path" if by_path else "validation.dataset"
         with self.recorded(main if not config.validation.sets else "validation"):
