@@ -166,9 +166,9 @@ def evaluate(
     else:
         require_degree(tensor_parallel, world.size)
 
+    from overland.apps.convert.formats.files import given_dtype
     from overland.apps.evaluation.evaluate import EvaluationRequest
     from overland.apps.evaluation.main import asked_tasks, evaluate_here
-    from overland.apps.evaluation.model import DTYPES
     from overland.config.schema import DataSource
 
     asked = EvaluationRequest(
@@ -182,7 +182,7 @@ def evaluate(
         prefix=prefix.value,
         limit=limit,
         batch_size=batch_size,
-        dtype=None if dtype is None else DTYPES[dtype],
+        dtype=given_dtype(dtype),
         base=base,
         tokenizer=tokenizer,
         config=config,

@@ -77,7 +77,7 @@ def fetch(
         raise typer.BadParameter(f"expected one name for a {kind}, got {len(names)}")
     of_hub, name = cast(OfHub, kind.value), names[0]
     folder = to.expanduser() if to is not None else default_folder(of_hub, name)
-    wanted = Wanted(of_hub, name, revision, subset, tuple(include or ()))
+    wanted = Wanted(of_hub, name, revision, (subset,) if subset else (), tuple(include or ()))
     with fetch_progress() as report:
         if verify:
             verify_fetched(wanted, folder, report, as_json)
@@ -146,7 +146,8 @@ def print_fetched(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) ->
     from overland.apps.hub.fetch import config_lines
 
     snapshot = done.snapshot
-    lines = config_lines(wanted.kind, wanted.name, folder, wanted.subset)
+    subset = wanted.subsets[0] if wanted.subsets else None
+    lines = config_lines(wanted.kind, wanted.name, folder, subset)
     if as_json:
         facts = {
             "name": snapshot.name,

@@ -53,8 +53,10 @@ HEADS = {
 }
 PARTS = {"ROWS": 64, "BLOCK": 32, "DEPTH": 128, "STAGES": 5, "PARTS": 2, "bias_ptr": None}
 INFERENCE: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "one row": ("_product", "*bf16 *bf16 *bf16 *bf16", {"WIDTH": 14336, "BLOCK": 2048}),
-    "one row, gated": ("_gated_product", "*bf16 *bf16 *bf16 i32", {"WIDTH": 4096, "BLOCK": 2048}),
+    "one row": ("_product", "*bf16 *bf16 *bf16 *bf16 i32",
+                {"WIDTH": 14336, "BLOCK": 2048, "GATED": False}),
+    "one row, gated": ("_product", "*bf16 *bf16 *bf16 i32",
+                       {"WIDTH": 4096, "BLOCK": 2048, "GATED": True, "bias_ptr": None}),
     "rows": ("_products", "*bf16 *bf16 *bf16 *fp32 *i32 i32 i32 i32", {**PARTS, "GATED": False}),
     "rows, gated": ("_products", "*bf16 *bf16 *bf16 *fp32 *i32 i32 i32 i32",
                     {**PARTS, "BLOCK": 64, "DEPTH": 64, "PARTS": 1, "GATED": True}),

@@ -18,25 +18,19 @@ import torch
 from torch import Tensor
 
 from overland.apps.convert.formats import FORMATS, open_any, targets
-from overland.apps.convert.formats.files import Options, read_json_object
-from overland.apps.convert.formats.lazy import cast_lazily, digest
-from overland.apps.convert.formats.merge import Merged, join, merge
+from overland.apps.convert.formats.files import Options, given_config, given_dtype
+from overland.apps.convert.formats.lazy import Changed, cast_lazily, digest
+from overland.apps.convert.formats.merge import Merged, densify, join, merge
 from overland.apps.convert.formats.overland import step_of_export
 from overland.apps.convert.formats.peft import has_adapters, trained
-from overland.apps.convert.formats.sparse import densify
 from overland.apps.convert.verify import verify_hashes, verify_logits, verify_products
-from overland.arguments import dtype_name, path_of, path_or_none, texts
+from overland.arguments import path_of, path_or_none, texts
 from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint, split_state
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import publish, sync
 from overland.words import did_you_mean
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 CHECKS = ("hash", "logits", "none")
 WITHOUT_ADAPTERS = ("hf", "meta", "safetensors")
 ALLOWANCE = 256 * 2**20
@@ -89,9 +83,7 @@ def convert(
     for given, valid, option in ((to, targets(), "--to"), (verify, CHECKS, "--verify")):
         if given not in valid:
             raise CheckpointError(f"{option} {given} is unknown{did_you_mean(given, valid)}")
-    kind = dtype_name(dtype)
-    if kind is not None and kind not in DTYPES:
-        raise CheckpointError(f"--dtype {kind} is unknown{did_you_mean(kind, DTYPES)}")
+    wanted = given_dtype(dtype) or (torch.float32 if to == "safetensors" else None)
     options, format_ = options or Options(), FORMATS[to]
     source, target = path_of(source, "source"), path_of(target, "target")
     adapter, config = path_or_none(adapter, "adapter"), path_or_none(config, "config")
@@ -101,10 +93,8 @@ def convert(
     for place in (source, *([adapter] if adapter is not None else [])):
         _check_apart(place, target)
     memory = PeakMemory()
-    given_config, companions = _given_config(config)
-    wanted = DTYPES[kind] if kind else torch.float32 if to == "safetensors" else None
-    opened = _open(source, given_config, to, adapter, merge_lora)
-    if companions:
+    opened = _open(source, given_config(config), to, adapter, merge_lora)
+    if config is not None and config.is_dir() and (companions := companions_in(config)):
         opened.companions = companions
     if to != "overland":
         opened = densify(opened)
@@ -121,7 +111,13 @@ def convert(
 
     total = sum(lazy.nbytes for lazy in chosen.tensors.values())
     largest = max((_largest(lazy) for lazy in chosen.tensors.values()), default=0)
-    count = _Counter(advance, total)
+    done = 0
+
+    def count(what: str, size: int) -> None:
+        nonlocal done
+        done = min(total, done + size)
+        advance(what, done, total)
+
     sent: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {}
 
     def seen(name: str, tensor: Tensor) -> None:
@@ -135,7 +131,7 @@ def convert(
         assert format_.write is not None
         format_.write(watched, beside, options)
         if verify != "none":
-            count.start()
+            done = 0
             written = format_.open(beside, chosen.config)
             verify_hashes(written, sent, lambda size: count("verifying", size))
             verified = len(sent)
@@ -256,50 +252,22 @@ def _largest(lazy: Lazy) -> int:
     return max(lazy.nbytes, before.nbytes)
 
 
-@dataclass(frozen=True, eq=False)
-class _Watched(Lazy):
-    before: Lazy
-    names: tuple[str, ...]
-    seen: Callable[[str, Tensor], None]
-
-    def load(self) -> Tensor:
-        tensor = self.before.load()
-        for name in self.names:
-            self.seen(name, tensor)
-        return tensor
-
-
 def _watched(tensors: dict[str, Lazy], seen: Callable[[str, Tensor], None]) -> dict[str, Lazy]:
+    """Calls `seen` with each tensor that is read, under all of its names."""
     names: dict[int, list[str]] = {}
     for name, lazy in tensors.items():
         names.setdefault(id(lazy), []).append(name)
+
+    def watched(lazy: Lazy) -> Lazy:
+        def change(tensor: Tensor) -> Tensor:
+            for name in names[id(lazy)]:
+                seen(name, tensor)
+            return tensor
+
+        return Changed(lazy.shape, lazy.dtype, lazy, change)
+
     made: dict[int, Lazy] = {}
-    for lazy in tensors.values():
-        watched = _Watched(lazy.shape, lazy.dtype, lazy, tuple(names[id(lazy)]), seen)
-        made.setdefault(id(lazy), watched)
-    return {name: made[id(lazy)] for name, lazy in tensors.items()}
-
-
-class _Counter:
-    def __init__(self, advance: Advance, total: int) -> None:
-        self.advance, self.total, self.done = advance, total, 0
-
-    def start(self) -> None:
-        self.done = 0
-
-    def __call__(self, what: str, size: int) -> None:
-        self.done = min(self.total, self.done + size)
-        self.advance(what, self.done, self.total)
-
-
-def _given_config(path: str | Path | None) -> tuple[Config, list[Path]]:
-    if path is None:
-        return None, []
-    path = Path(path).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise CheckpointError(f"--config {path}: {file} does not exist")
-    return read_json_object(file), companions_in(path) if path.is_dir() else []
+    return {name: made.setdefault(id(lazy), watched(lazy)) for name, lazy in tensors.items()}
 
 
 @contextmanager

@@ -17,10 +17,9 @@ import torch
 from overland.apps.convert.formats.files import Options
 from overland.apps.convert.formats.hf import write_hf
 from overland.apps.convert.formats.lazy import cast_lazily
-from overland.apps.convert.formats.merge import merge
+from overland.apps.convert.formats.merge import densify, merge
 from overland.apps.convert.formats.overland import as_lazy_checkpoint
 from overland.apps.convert.formats.peft import write_peft
-from overland.apps.convert.formats.sparse import densify
 from overland.checkpoint.folder import list_checkpoints, set_aside, step_of
 from overland.checkpoint.lazy import counting
 from overland.checkpoint.origin import LEFT_OUT

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from overland.apps.convert.convert import DTYPES, new_target
+from overland.apps.convert.convert import new_target
 from overland.apps.convert.formats import FORMATS
-from overland.apps.convert.formats.files import Options
+from overland.apps.convert.formats.files import Options, given_dtype
 from overland.apps.convert.formats.lazy import cast_lazily, held
 from overland.apps.evaluation.model import OpenModel
-from overland.arguments import dtype_name, path_of, refused
+from overland.arguments import path_of, refused
 from overland.checkpoint.lazy import MODEL, Lazy, LazyCheckpoint
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import companions_in
@@ -44,9 +44,7 @@ def save_model(
     """
     if to not in TARGETS:
         raise CheckpointError(f"to = {to!r} is unknown{did_you_mean(to, TARGETS)}")
-    kind = dtype_name(dtype)
-    if kind is not None and kind not in DTYPES:
-        raise CheckpointError(f"dtype = {kind!r} is unknown{did_you_mean(kind, DTYPES)}")
+    kind = given_dtype(dtype)
     module = model.model if isinstance(model, OpenModel) else model
     if not isinstance(module, torch.nn.Module):
         raise refused("model", model, "what overland.load_model returned, or a module")
@@ -54,7 +52,7 @@ def save_model(
     target, format_ = path_of(target, "target"), FORMATS[to]
     if format_.is_file and target.suffix != ".safetensors":
         raise CheckpointError(f"to = {to!r} writes one file: name it {target.name}.safetensors")
-    tensors = _tensors(module, None if kind is None else DTYPES[kind])
+    tensors = _tensors(module, kind)
     with tempfile.TemporaryDirectory(prefix="overland-") as place:
         if tokenizer:  # a model may have been opened without one
             for name, data in tokenizer.files().items():

@@ -81,10 +81,6 @@ class EvaluationSet:
         return source
 
     @property
-    def place(self) -> str:
-        return str(self.source.place)
-
-    @property
     def takes_prefix(self) -> bool:
         """Whether its documents have no special tokens yet: text, or a corpus made of text."""
         layout = _layout_of(self.source)
@@ -99,18 +95,6 @@ class EvaluationSet:
             yield from islice(found, limit)
         except BadDocument as error:
             raise DataError(f"{error}; use --skip-bad to skip it") from None
-
-    @property
-    def num_documents(self) -> int | None:
-        """Approximate number of documents, if known without reading them."""
-        return self.source.about_documents()
-
-    @property
-    def num_bad(self) -> int:
-        return self.source.num_bad
-
-    def marks(self) -> dict[str, FileMark]:
-        return self.source.marks()
 
     def fingerprint(self, marks: Mapping[str, FileMark]) -> str:
         """Returns a fingerprint that changes with the data; for a custom source that has none, only

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import overland
 from overland.apps.evaluation.documents import EvaluationSet, sets_of, sets_of_run
-from overland.apps.evaluation.model import Found, Given, find_model, find_run
+from overland.apps.evaluation.model import Found, Given, dtype_of, find_model, find_run
 from overland.apps.evaluation.parts import Cutter
 from overland.apps.evaluation.perplexity import (
     KIND,
@@ -127,8 +127,7 @@ def open_session(
 ) -> EvaluationSession:
     given = Given(asked.base, asked.tokenizer, asked.config, asked.step)
     found = find_model(asked.path, given)
-    usual = torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype = asked.dtype or usual
+    dtype = dtype_of(asked.dtype, device)
     scorer, ranks = open_on_ranks(found, world, device, dtype, asked.shard, asked.tensor_parallel)
     return EvaluationSession(asked, found, scorer, ranks, world, dtype, report)
 
@@ -185,7 +184,7 @@ def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Setti
     """Returns the perplexity on a dataset: from a saved result, resumed, or computed."""
     asked, found = session.asked, session.found
     base = asked.base or base_of(found.path)
-    marks, weights = session.once(lambda: (one.marks(), mark_of_weights(found.path, base)))
+    marks, weights = session.once(lambda: (one.source.marks(), mark_of_weights(found.path, base)))
     if asked.prefix in ("bos", "eos") and not one.takes_prefix:
         raise DataError(
             f"--prefix {asked.prefix} has no effect on {one.name}, which has token ids: they are "
@@ -213,7 +212,7 @@ def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Setti
         session.scorer.vocab_size,
     )
     most = asked.batch_size or max(1, _batch_tokens(session) // settings.context)
-    expected = asked.limit if asked.limit is not None else one.num_documents
+    expected = asked.limit if asked.limit is not None else one.source.about_documents()
     with _progress(one.name, expected, session) as watch, _memory_in_words(most, settings):
         mine = score(
             session.scorer,
@@ -231,13 +230,13 @@ def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Setti
     record = {
         "kind": KIND,
         "name": one.name,
-        "data": one.place,
+        "data": str(one.source.place),
         "model": str(found.path),
         "step": found.step,
         **figures(sums),
         **{name: value for name, value in asdict(sums).items() if name != "loss"},
         "summed_loss": sums.loss,
-        "skipped_documents": one.num_bad,
+        "skipped_documents": one.source.num_bad,
         "takes_prefix": one.takes_prefix,
         "settings": asdict(settings),
         "ranks": session.world.size,

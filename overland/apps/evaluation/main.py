@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from overland.apps.convert.formats.files import given_dtype
 from overland.apps.evaluation.evaluate import (
     EvaluationRequest,
     evaluate_set,
@@ -19,9 +20,8 @@ from overland.apps.evaluation.evaluate import (
     settings_of,
     wait_long,
 )
-from overland.apps.evaluation.model import device_of, dtype_of
+from overland.apps.evaluation.model import steps_of
 from overland.apps.evaluation.results import Record, Report
-from overland.apps.evaluation.sweep import steps_of
 from overland.arguments import integer_or_none, path_of, path_or_none, refused, texts
 from overland.config.schema import Comm, DataSource
 from overland.errors import ArgumentError
@@ -142,7 +142,7 @@ def evaluate(
         stride=integer_or_none(stride, "stride", least=1),
         limit=integer_or_none(limit, "limit", least=1),
         batch_size=integer_or_none(batch_size, "batch_size", least=1),
-        dtype=None if dtype is None else dtype_of(dtype, device_of(None)),
+        dtype=given_dtype(dtype),
         tokenizer=path_or_none(tokenizer, "tokenizer"),
         step=integer_or_none(step, "step", least=0),
         output=path_or_none(output, "output"),

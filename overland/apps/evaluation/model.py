@@ -8,7 +8,7 @@ device. Callers that build it differently (on several ranks) use `Found` and cal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,19 @@ import torch
 from torch import nn
 
 from overland.apps.convert.formats import LazyCheckpoint, open_any
-from overland.apps.convert.formats.files import is_computed, read_json_object
+from overland.apps.convert.formats.files import (
+    given_config,
+    given_dtype,
+    is_computed,
+    read_json_object,
+)
 from overland.apps.convert.formats.hf import FILES, without_head
-from overland.apps.convert.formats.merge import join, merge
+from overland.apps.convert.formats.merge import densify, join, merge
 from overland.apps.convert.formats.overland import complete, step_of_export
 from overland.apps.convert.formats.peft import has_adapters
-from overland.apps.convert.formats.sparse import densify
 from overland.apps.evaluation.weights import FileWeights, RunWeights, Weights
 from overland.apps.progress import progress_bar
-from overland.arguments import dtype_name, integer_or_none, path_of, path_or_none
+from overland.arguments import integer_or_none, path_of, path_or_none
 from overland.checkpoint.folder import committed, result_of, step_of
 from overland.checkpoint.lazy import MODEL, Config, Lazy
 from overland.checkpoint.read import read_marker
@@ -48,14 +52,8 @@ from overland.models.init import (
 from overland.models.registry import build_model, model_config, read_hf_config
 from overland.models.structure import tie
 from overland.run_folder import COMMITTED, CONFIG, TOKENIZER
-from overland.words import any_of, did_you_mean, size
+from overland.words import any_of, size
 from overland.world.devices import device_type
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -203,12 +201,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def dtype_of(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    name = dtype_name(dtype)
-    if name is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in DTYPES:
-        raise ModelError(f"--dtype {name} is unknown{did_you_mean(name, DTYPES)}")
-    return DTYPES[name]
+    return given_dtype(dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
 def _in_run(run: Path, checkpoint: Path | None, given: Given) -> Found:
@@ -252,15 +245,44 @@ def _checkpoint_of(run: Path, settings: Checkpoint, named: Path | None, step: in
     if named is not None:
         raise CheckpointError(f"{named} is a single checkpoint: omit --step, or give {run}")
     there = {step_of(one): one for one in committed(folder)}
-    if step not in there:
-        steps = any_of([f"{one}" for one in sorted(there)], "and") or "none"
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has {steps:.200}")
+    _require_steps(run, [step], there)
     return there[step]
 
 
+def steps_of(path: Path, wanted: str) -> list[int]:
+    """Returns the steps that `all` or `1000,2000` selects from the run at `path`."""
+    run, checkpoint = find_run(path)
+    if run is None or checkpoint is not None:
+        raise CheckpointError(f"--steps needs a run folder, and {path} is not one")
+    config = load_config(str(run / CONFIG), env={}).config
+    there = sorted({step_of(one) for one in committed(run / config.checkpoint.folder)})
+    if not there:
+        raise CheckpointError(f"{run} has no checkpoint yet")
+    if wanted == "all":
+        return there
+    try:
+        steps = [int(word.replace("_", "")) for word in wanted.split(",")]
+    except ValueError:
+        raise CheckpointError(
+            f"--steps {wanted}: expected all, or steps such as 1000,2000"
+        ) from None
+    _require_steps(run, steps, there)
+    return sorted(set(steps))
+
+
+def _require_steps(run: Path, wanted: Iterable[int], there: Collection[int]) -> None:
+    if missing := [str(step) for step in wanted if step not in there]:
+        steps = any_of([str(one) for one in sorted(there)], "and") or "none"
+        raise CheckpointError(
+            f"{run} has no checkpoint of step {any_of(missing)}; it has {steps:.200}"
+        )
+
+
 def _in_files(path: Path, given: Given) -> Found:
-    base = given.base
-    config, beside = _described_by(given.config)
+    base, config = given.base, given_config(given.config)
+    beside: list[Path] = []
+    if given.config is not None:
+        beside = companions_in(given.config if given.config.is_dir() else given.config.parent)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     source = open_any(path, config, whole=False)
@@ -303,16 +325,6 @@ def _in_files(path: Path, given: Given) -> Found:
         architecture.max_position_embeddings,
         _end_ids(source, tokenizer),
     )
-
-
-def _described_by(path: Path | None) -> tuple[Config, list[Path]]:
-    """Returns the contents of the given config.json, and the companion files next to it."""
-    if path is None:
-        return None, []
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise CheckpointError(f"--config {path}: {file} does not exist")
-    return read_json_object(file), companions_in(file.parent)
 
 
 def _on_base(

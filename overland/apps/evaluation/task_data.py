@@ -69,12 +69,9 @@ class TaskData:
 
     def _is_in(self, request: Mapping[str, Any]) -> bool:
         """Whether a fetch with these options includes it."""
-        subset, included = request.get("subset"), request.get("include") or []
-        if self.files and included:
-            return set(self.files) <= set(included)
+        included, subsets = request.get("include"), request.get("subsets") or [None]
         if included:
-            return False
-        subsets = request.get("subsets") or [subset]
+            return bool(self.files) and set(self.files) <= set(included)
         return subsets == [None] or self.subset in subsets
 
 

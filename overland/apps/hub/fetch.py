@@ -55,18 +55,15 @@ class Wanted:
     kind: FetchKind
     name: str
     revision: str | None = None
-    subset: str | None = None
-    include: tuple[str, ...] = ()
     subsets: tuple[str | None, ...] = ()
-    """Several subsets of a dataset at once; None is the default subset."""
+    """Of a dataset; without any, all of it. None is the default subset."""
+    include: tuple[str, ...] = ()
 
     @property
     def request(self) -> dict[str, Any]:
         """The request as stored in the folder's snapshot list."""
-        several = {"subsets": list(self.subsets)} if self.subsets else {}
-        return {
-            "kind": self.kind, "subset": self.subset, "include": sorted(self.include), **several
-        }  # fmt: skip
+        include = sorted(self.include)
+        return {"kind": self.kind, "subsets": list(self.subsets), "include": include}
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Fetched:
 
 def fetch(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> Fetched:
     """Makes sure that every requested file is in `folder`, identical to the Hub's."""
-    if wanted.subset is not None and wanted.kind != "dataset":
+    if wanted.subsets and wanted.kind != "dataset":
         raise HubError(f"--subset is for datasets; use --include for a {wanted.kind}")
     repo = open_repo(wanted.name, "dataset" if wanted.kind == "dataset" else "model")
     had = read_snapshot(folder)
@@ -135,9 +132,8 @@ def config_lines(kind: FetchKind, name: str, folder: Path, subset: str | None) -
         return lines + (f"subset = {json.dumps(subset)}\n" if subset else "")
     if kind == "model" and parts_of(folder)[0]:
         return f"[model]\nfrom = {path}\n"
-    lines = (
-        f"[model]\nhf_assets_path = {path}\n"  # Meta's own files do not specify the architecture
-    )
+    # Meta's own files do not specify the architecture.
+    lines = f"[model]\nhf_assets_path = {path}\n"
     return lines + (f"\n[checkpoint]\ninitial_load_path = {path}\n" if kind == "model" else "")
 
 
@@ -192,11 +188,9 @@ def merge(folder: Path, new: HubSnapshot, repo: Repo) -> HubSnapshot:
 def choose_files(wanted: Wanted, repo: Repo, commit: str, files: dict[str, HubFile]) -> list[str]:
     names = list(files)
     where = f"{wanted.name} at {commit[:12]}"
-    if wanted.subset is not None:
-        names = subset_of((wanted.subset,), repo, commit, files)
-        where += f", subset {wanted.subset}"
-    elif wanted.subsets:
+    if wanted.subsets:
         names = subset_of(wanted.subsets, repo, commit, files)
+        where += "".join(f", subset {name}" for name in wanted.subsets if name)
     if wanted.include:
         names = choose_included(names, wanted.include, where)
     elif wanted.kind == "model":
@@ -205,7 +199,7 @@ def choose_files(wanted: Wanted, repo: Repo, commit: str, files: dict[str, HubFi
         names = choose_tokenizer(names)
     if not names:
         raise HubError(f"{where} has no {wanted.kind} files; see {repo.page}/tree/{commit}")
-    if (wanted.subset is not None or wanted.subsets) and "README.md" in files:
+    if wanted.subsets and "README.md" in files:
         names = list(dict.fromkeys(["README.md", *names]))  # it describes the files
     return names
 

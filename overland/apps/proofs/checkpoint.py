@@ -88,30 +88,28 @@ def total_bytes(path: Path) -> int:
 
 def _headers(checkpoint: CheckpointReader) -> Iterator[Callable[[], int]]:
     for file, info in checkpoint.index.files.items():
-
-        def job(
-            file: str = file, size: int = info.header, right: int = info.header_checksum
-        ) -> int:
-            data = checkpoint.read_raw(file, 0, size)
-            if checksum(memoryview(data.numpy().data)) != right:
-                raise CheckpointError(
-                    f"{checkpoint.path / file} is damaged: its header has changed"
-                )
-            return size
-
-        yield job
-        for i, right in enumerate(info.blocks):
-            yield partial(_verify_block, checkpoint, file, i * BLOCK, right)
+        changed, size = "its header has changed", info.header
+        yield partial(_verify, checkpoint, file, 0, size, info.header_checksum, changed, size)
+        for begin, right in zip(range(0, info.num_bytes, BLOCK), info.blocks, strict=False):
+            size = min(BLOCK, info.num_bytes - begin)
+            changed = f"bytes {begin} to {begin + size} do not match their checksum"
+            yield partial(_verify, checkpoint, file, begin, size, right, changed, 0)
 
 
-def _verify_block(checkpoint: CheckpointReader, file: str, begin: int, right: int) -> int:
-    size = min(BLOCK, checkpoint.index.files[file].num_bytes - begin)
-    if checksum(memoryview(checkpoint.read_raw(file, begin, size).numpy().data)) != right:
-        raise CheckpointError(
-            f"{checkpoint.path / file} is damaged: bytes {begin} to {begin + size} do not match "
-            f"their checksum"
-        )
-    return 0
+def _verify(
+    checkpoint: CheckpointReader,
+    file: str,
+    begin: int,
+    size: int,
+    right: int,
+    changed: str,
+    counted: int,
+) -> int:
+    """Checks some bytes; returns how many of them no tensor counts."""
+    data = checkpoint.read_raw(file, begin, size)
+    if checksum(memoryview(data.numpy().data)) != right:
+        raise CheckpointError(f"{checkpoint.path / file} is damaged: {changed}")
+    return counted
 
 
 def _pieces(checkpoint: CheckpointReader) -> Iterator[Callable[[], int]]:

@@ -14,6 +14,7 @@ from overland.apps.convert.formats.dcp import detect_dcp, open_dcp, write_dcp
 from overland.apps.convert.formats.deepspeed import detect_deepspeed, open_deepspeed
 from overland.apps.convert.formats.files import Options
 from overland.apps.convert.formats.hf import detect_hf, open_hf, write_hf
+from overland.apps.convert.formats.merge import densify
 from overland.apps.convert.formats.meta import detect_meta, open_meta, write_meta
 from overland.apps.convert.formats.overland import (
     complete,
@@ -23,7 +24,6 @@ from overland.apps.convert.formats.overland import (
 )
 from overland.apps.convert.formats.peft import detect_peft, open_peft, write_peft
 from overland.apps.convert.formats.safetensors import detect_single, open_single, write_single
-from overland.apps.convert.formats.sparse import densify
 from overland.apps.convert.formats.torch import detect_torch, open_torch, write_torch
 from overland.arguments import path_of
 from overland.checkpoint.lazy import Config, LazyCheckpoint

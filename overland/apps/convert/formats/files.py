@@ -10,15 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from overland.arguments import dtype_name
 from overland.checkpoint.lazy import Config, Lazy
 from overland.data.tokenizer_files import refuse_link_out
 from overland.errors import CheckpointError
 from overland.files import new_file, read_json, sync
+from overland.words import did_you_mean
 
 # Frequencies that some models store although they follow from the config.
 COMPUTED = ("rope.freqs", "freqs_cis", "rotary_emb.inv_freq")
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def is_computed(name: str) -> bool:
@@ -43,6 +52,23 @@ def config_near(*folders: Path) -> Config:
             refuse_link_out(folder / "config.json")
             return read_json_object(folder / "config.json")
     return None
+
+
+def given_config(path: Path | None) -> Config:
+    """Returns the contents of a config.json, given by its path or that of its folder."""
+    if path is None:
+        return None
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError(f"--config {path}: {file} does not exist")
+    return read_json_object(file)
+
+
+def given_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    name = dtype_name(dtype)
+    if name is not None and name not in DTYPES:
+        raise CheckpointError(f"--dtype {name} is unknown{did_you_mean(name, DTYPES)}")
+    return None if name is None else DTYPES[name]
 
 
 @dataclass(frozen=True)

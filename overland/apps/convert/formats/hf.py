@@ -256,11 +256,8 @@ def _write_generation(folder: Path, ids: dict[str, Any]) -> None:
     if ends:
         ends = list(dict.fromkeys(ends))
         found["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-    write_json(path, {**found, **given, **_kept(found, "eos_token_id")})
-
-
-def _kept(values: dict[str, Any], name: str) -> dict[str, Any]:
-    return {name: values[name]} if name in values else {}
+        given = {**given, "eos_token_id": found["eos_token_id"]}
+    write_json(path, {**found, **given})
 
 
 def _ids(value: Any) -> list[int]:

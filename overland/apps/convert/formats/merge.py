@@ -1,5 +1,6 @@
 """Merges adapters into the weights that they were trained with: one tensor at a time, some rows at
-a time, in float32 or wider, whatever the dtype of the weights.
+a time, in float32 or wider, whatever the dtype of the weights. Also applies the masks of sparse
+matrices.
 
 Afterwards each merged matrix is compared with its two parts by applying both to random vectors
 (`compare`), which needs no model and works for any size.
@@ -20,6 +21,7 @@ from overland.config.adapter import settings_of
 from overland.errors import CheckpointError
 from overland.models.lora_targets import ALL_LINEAR, is_adapter, is_target
 from overland.models.sizes import EMBEDDING, HEAD
+from overland.models.sparse import MASK, masked
 
 ROWS_ELEMENTS = 1 << 22  # 16 MiB in float32
 SAMPLES = 4  # random vectors used to compare a matrix
@@ -199,3 +201,28 @@ def _some_rows(shape: tuple[int, ...]) -> Iterator[slice]:
     step = max(1, ROWS_ELEMENTS // max(1, shape[1]))
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))
+
+
+@dataclass(frozen=True, eq=False)
+class Masked(Lazy):
+    weight: Lazy
+    mask: Lazy
+
+    def load(self) -> Tensor:
+        return masked(self.weight.load(), self.mask.load(), self.shape[1] // self.mask.shape[1])
+
+
+def densify(source: LazyCheckpoint) -> LazyCheckpoint:
+    """Returns the checkpoint with the masks of sparse matrices (models/sparse.py) applied."""
+    if not any(name.endswith(f".{MASK}") for name in source.tensors):
+        return source
+    found = {name: lazy for name, lazy in source.tensors.items() if not name.endswith(f".{MASK}")}
+    for name, mask in source.tensors.items():
+        if not (name.startswith(MODEL) and name.endswith(f".{MASK}")):
+            continue
+        key = f"{name.removesuffix(MASK)}weight"
+        weight = found.get(key)
+        if weight is None or weight.shape[:1] != mask.shape[:1] or weight.shape[1] % mask.shape[1]:
+            raise CheckpointError(f"{source.folder} has {name}, but no weight of matching shape")
+        found[key] = Masked(weight.shape, weight.dtype, weight, mask)
+    return source.with_tensors(found)

@@ -58,8 +58,6 @@ _INNER = {
 _OUTER_BACK = {hf: meta for meta, hf in _OUTER.items()}
 _INNER_BACK = {hf: meta for meta, hf in _INNER.items()}
 
-# Tables of rotary angles, which are computed from the config.
-
 # Whether Meta's shards of a matrix are stacked vertically or side by side.
 _COLUMNS = re.compile(r"\.(wq|wk|wv|w1|w3)\.weight$|^output\.weight$")
 _ROWS = re.compile(r"\.(wo|w2)\.weight$")
@@ -145,7 +143,7 @@ def _config(params: dict[str, Any], tensors: dict[str, Lazy]) -> dict[str, Any]:
         )
     is_third = theta >= 500000 or vocab_size >= 128000
     scaled = bool(params.get("use_scaled_rope"))
-    config = {
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": width,
@@ -165,7 +163,6 @@ def _config(params: dict[str, Any], tensors: dict[str, Lazy]) -> dict[str, Any]:
         "eos_token_id": 128001 if vocab_size >= 128002 else 2,
         "tie_word_embeddings": "output.weight" not in tensors,
     }
-    return config
 
 
 def _scaling(params: dict[str, Any], width: int) -> dict[str, Any]:
@@ -251,22 +248,13 @@ def meta_name(name: str) -> str:
     return f"layers.{match[1]}.{_INNER_BACK[match[2]]}"
 
 
-def rows_for_hf(name: str, tensor: Lazy, head_dim: int) -> Lazy:
-    """Returns a tensor, given by its Hugging Face name, with rows reordered from Meta's order."""
-    return _reordered(name, tensor, head_dim, (head_dim // 2, 2))
-
-
-def rows_for_meta(name: str, tensor: Lazy, head_dim: int) -> Lazy:
-    return _reordered(name, tensor, head_dim, (2, head_dim // 2))
-
-
 def to_hf_names(tensors: Mapping[str, Lazy], head_dim: int) -> dict[str, Lazy]:
     """Converts weights from Meta's names and row order to Hugging Face's."""
     renamed: dict[str, Lazy] = {}
     for name, tensor in tensors.items():
         if not is_computed(name):
             plain = hf_name(name)
-            renamed[plain] = rows_for_hf(plain, tensor, head_dim)
+            renamed[plain] = _reordered(plain, tensor, head_dim, (head_dim // 2, 2))
     return renamed
 
 
@@ -274,14 +262,15 @@ def to_meta_names(tensors: Mapping[str, Lazy], head_dim: int) -> dict[str, Lazy]
     """Converts a run's entries to Meta's names and row order: `layers.0…`,
     `optimizer.layers.0….exp_avg`."""
     renamed: dict[str, Lazy] = {}
+    split = 2, head_dim // 2
     for name, tensor in tensors.items():
         state = split_state(name, tensors)
         if state is not None:
-            rows = rows_for_meta(state[0], tensor, head_dim)
+            rows = _reordered(state[0], tensor, head_dim, split)
             renamed[f"{OPTIMIZER}{meta_name(state[0])}.{state[1]}"] = rows
         elif name.startswith(MODEL):
             plain = name.removeprefix(MODEL)
-            renamed[MODEL + meta_name(plain)] = rows_for_meta(plain, tensor, head_dim)
+            renamed[MODEL + meta_name(plain)] = _reordered(plain, tensor, head_dim, split)
         else:
             renamed[name] = tensor
     return renamed
@@ -319,6 +308,8 @@ def check_is_plain_llama(config: Mapping[str, Any], target: str) -> None:
 
 
 def _reordered(name: str, tensor: Lazy, head_dim: int, split: tuple[int, int]) -> Lazy:
+    """Returns a tensor, given by its Hugging Face name, with the rows of each head, seen as a
+    table of this shape, transposed."""
     if not re.search(r"self_attn\.[qk]_proj\.weight$", name) or not tensor.shape:
         return tensor  # no rotary rows: another matrix, or a scalar of the optimizer
     rows = tensor.shape[0]

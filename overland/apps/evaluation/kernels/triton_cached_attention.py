@@ -149,41 +149,17 @@ def _attend(  # type: ignore[no-untyped-def]
     sin = tl.load(sin_ptr + length * WIDTH + place, mask=is_place, other=0.0).to(tl.float32)
     qkv_ptr += row * (KV_HEADS * (GROUP + 2)) * WIDTH
     is_query = (query < GROUP) & is_place
-    q = _turned(
-        qkv_ptr,
-        (head * GROUP + query) * WIDTH,
-        q_norm_ptr,
-        place,
-        pair,
-        sign,
-        is_query,
-        cos,
-        sin,
-        eps,
-        WIDTH,
-    )
+    own = (head * GROUP + query) * WIDTH
+    q = _turned(qkv_ptr, own, q_norm_ptr, place, pair, sign, is_query, cos, sin, eps, WIDTH)
     base = (row * KV_HEADS + head) * room * WIDTH
 
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, PADDED), tl.float32)
     if part == PARTS - 1:  # the token itself
-        k = _turned(
-            qkv_ptr,
-            (KV_HEADS * GROUP + head) * WIDTH,
-            k_norm_ptr,
-            place,
-            pair,
-            sign,
-            is_place,
-            cos,
-            sin,
-            eps,
-            WIDTH,
-        )
-        v = tl.load(
-            qkv_ptr + (KV_HEADS * (GROUP + 1) + head) * WIDTH + place, mask=is_place, other=0.0
-        )
+        new = (KV_HEADS * GROUP + head) * WIDTH
+        k = _turned(qkv_ptr, new, k_norm_ptr, place, pair, sign, is_place, cos, sin, eps, WIDTH)
+        v = tl.load(qkv_ptr + new + KV_HEADS * WIDTH + place, mask=is_place, other=0.0)
         tl.store(keys_ptr + base + length * WIDTH + place, k, mask=is_place)
         tl.store(values_ptr + base + length * WIDTH + place, v, mask=is_place)
         peak = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
@@ -244,5 +220,8 @@ def _attend(  # type: ignore[no-untyped-def]
                 total = total * shrink + other_total * grow
                 sums = sums * shrink[:, None] + other_sums * grow[:, None]
                 peak = higher
-        place_out = row * KV_HEADS * GROUP * WIDTH + (head * GROUP + query) * WIDTH + place
-        tl.store(out_ptr + place_out, (sums / total[:, None]).to(narrow), mask=is_query)
+        tl.store(
+            out_ptr + row * KV_HEADS * GROUP * WIDTH + own + place,
+            (sums / total[:, None]).to(narrow),
+            mask=is_query,
+        )

@@ -21,31 +21,12 @@ LONGEST = 4096  # elements of a row that a program holds at once
 
 def linear(x_BD: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
     out_BN = x_BD.new_empty((len(x_BD), len(weight_ND)))
-    if len(x_BD) == 1:
-        width = weight_ND.shape[1]
-        block = (
-            LONGEST if width % LONGEST == 0 else min(LONGEST // 2, triton.next_power_of_2(width))
-        )
-        _product[(len(weight_ND),)](
-            x_BD, weight_ND, bias_N, out_BN, width, BLOCK=block, num_warps=4, **early(x_BD)
-        )
-    else:
-        _launch_products(x_BD, weight_ND, bias_N, out_BN, is_gated=False)
-    return out_BN
+    return _launch(x_BD, weight_ND, bias_N, out_BN, is_gated=False)
 
 
 def gated(x_BD: Tensor, weight_2FD: Tensor) -> Tensor:
     out_BF = x_BD.new_empty((len(x_BD), len(weight_2FD) // 2))
-    if len(x_BD) == 1:
-        width = weight_2FD.shape[1]
-        block = min(LONGEST // 2, triton.next_power_of_2(width))
-        _gated_product[(out_BF.shape[1],)](
-            x_BD, weight_2FD, out_BF, out_BF.shape[1], width, BLOCK=block, num_warps=4,
-            **early(x_BD),
-        )  # fmt: skip
-    else:
-        _launch_products(x_BD, weight_2FD, None, out_BF, is_gated=True)
-    return out_BF
+    return _launch(x_BD, weight_2FD, None, out_BF, is_gated=True)
 
 
 def add_norm(
@@ -93,11 +74,19 @@ def _tile(num_outputs: int, width: int, is_gated: bool) -> Tile:
     return Tile(32, 128, 6)
 
 
-def _launch_products(
+def _launch(
     x_BD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, out_BN: Tensor, is_gated: bool
-) -> None:
+) -> Tensor:
     rows, width = x_BD.shape
     num_outputs = out_BN.shape[1]
+    if rows == 1:
+        is_even = width % LONGEST == 0 and not is_gated
+        block = LONGEST if is_even else min(LONGEST // 2, triton.next_power_of_2(width))
+        _product[(num_outputs,)](
+            x_BD, weight_ND, bias_N, out_BN, num_outputs, width, BLOCK=block, GATED=is_gated,
+            num_warps=4, **early(x_BD),
+        )  # fmt: skip
+        return out_BN
     tile = _tile(num_outputs, width, is_gated)
     padded = max(FEWEST, triton.next_power_of_2(rows))
     blocks = triton.cdiv(num_outputs, tile.block)
@@ -109,6 +98,7 @@ def _launch_products(
         ROWS=padded, BLOCK=tile.block, DEPTH=tile.depth, STAGES=tile.stages, PARTS=tile.parts,
         GATED=is_gated, num_warps=tile.warps, **early(x_BD),
     )  # fmt: skip
+    return out_BN
 
 
 @cache
@@ -126,51 +116,34 @@ def early(tensor: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _product(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, out_ptr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_outputs,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies one row by one row of the matrix."""
+    """Multiplies one row by one row of the matrix, or of the gate and of the gated matrix."""
     output = tl.program_id(0).to(tl.int64)
     sums = tl.zeros((BLOCK,), tl.float32)
+    ups = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < WIDTH
         weight = tl.load(weight_ptr + output * WIDTH + place, mask=inside, other=0.0)
+        if GATED:
+            up_ptrs = weight_ptr + (num_outputs + output) * WIDTH + place
+            up = tl.load(up_ptrs, mask=inside, other=0.0)
         if EARLY and start == 0:
             tl.extra.cuda.gdc_wait()
-        x = tl.load(x_ptr + place, mask=inside, other=0.0)
-        sums += weight.to(tl.float32) * x.to(tl.float32)
+        x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        sums += weight.to(tl.float32) * x
+        if GATED:
+            ups += up.to(tl.float32) * x
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.sum(sums)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + output).to(tl.float32)
+    if GATED:
+        total = _silu_times(total, tl.sum(ups), out_ptr.dtype.element_ty)
     tl.store(out_ptr + output, total.to(out_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _gated_product(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, out_ptr, num_outputs,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Multiplies one row by a row of the gate and a row of the gated matrix."""
-    output = tl.program_id(0).to(tl.int64)
-    gates = tl.zeros((BLOCK,), tl.float32)
-    ups = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        inside = place < WIDTH
-        gate = tl.load(weight_ptr + output * WIDTH + place, mask=inside, other=0.0)
-        up = tl.load(weight_ptr + (num_outputs + output) * WIDTH + place, mask=inside, other=0.0)
-        if EARLY and start == 0:
-            tl.extra.cuda.gdc_wait()
-        x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        gates += gate.to(tl.float32) * x
-        ups += up.to(tl.float32) * x
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    result = _silu_times(tl.sum(gates), tl.sum(ups), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + output, result)
 
 
 @triton.jit
