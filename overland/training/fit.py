@@ -13,8 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from overland.config.derived import (
     Degrees,
@@ -28,7 +27,7 @@ from overland.kernels import has_triton
 from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
 from overland.parallel.comm import from_first_rank
-from overland.parallel.sharding import named_parameters
+from overland.parallel.sharding import named_parameters, shard_of
 from overland.training.memory import (
     RECOMPUTE,
     StepMemory,
@@ -122,8 +121,8 @@ def held_bytes(parts: Sequence[nn.Module], config: JobConfig) -> float:
     which depend on no estimate. `parts` may be on the meta device."""
     parameters = named_parameters(parts)
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
-    local = {name: tuple(_local(one).shape) for name, one in trained.items()}
-    held = sum(_local(one).nbytes for one in parameters.values()) + state_bytes(config, local)
+    local = {name: tuple(shard_of(one).shape) for name, one in trained.items()}
+    held = sum(shard_of(one).nbytes for one in parameters.values()) + state_bytes(config, local)
     narrow = BYTES[config.training.mixed_precision_param]
     return held + sum(
         prod(local[name]) * min(one.itemsize, narrow) for name, one in trained.items()
@@ -236,10 +235,6 @@ def estimate(
         return least_recompute(architecture, config, degrees, there, compiled)[1]
     recompute = mode if mode in RECOMPUTE else "none"
     return step_memory(architecture, config, degrees, recompute, compiled)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _with(section: Any, **update: object) -> Any:
