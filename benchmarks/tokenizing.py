@@ -30,10 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from overland.apps.data.build import build
-from overland.data.corpus import lay_out, open_corpus
+from overland.apps.data.tokenizer_training import train_tokenizer
+from overland.data.corpus import open_corpus
+from overland.data.layout import lay_out
 from overland.data.order import permute
 from overland.data.sources import JsonLines, StandardLibrary
-from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.data.tokenizer import Tokenizer
 
 NUM_FILES = 24
 SHARDS_AHEAD = 6

@@ -16,6 +16,12 @@ PLUGINS = {
     "torch_files": "overland.apps.convert.formats.torch_save",  # pickled, read without running them
     "console": "overland.apps.console.show",  # what a run shows
     "samples": "overland.apps.evaluation.sample",  # of the model, before and after training
+    "tokenizer_training": "overland.apps.data.tokenizer_training",  # for text without one
+    "mds": "overland.apps.data.mds",  # data of other trainers
+    "megatron": "overland.apps.data.megatron",
+    "chat_notes": "overland.apps.data.chat_notes",  # how a run reads its conversations
+    "docstrings": "overland.apps.data.docstrings",  # made data, to try things with
+    "shapes": "overland.apps.data.shapes",
     "built_corpus": "overland.apps.data.built",  # its documents, to describe or evaluate them
     "train_loader": "overland.apps.data.loader",  # for a user's own script
     "exports": "overland.apps.convert.exports",  # a run's weights and adapters for other programs

@@ -18,7 +18,8 @@ from overland.config.errors import NO_VALUE, Problem
 from overland.config.fields import all_keys
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
-from overland.data.registry import is_made, sources_of
+from overland.data.registry import is_made
+from overland.data.wanted import sources_of
 from overland.errors import OverlandError
 from overland.models.flops import sample_fields
 from overland.models.registry import model_config

@@ -214,7 +214,7 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
-    from overland.data.registry import validates_on_holdout
+    from overland.data.wanted import validates_on_holdout
 
     validation = loaded.config.validation
     if not validation.enable:
@@ -244,7 +244,7 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(message, loaded.where(key), key, validation.dataset)
         return
     from overland.data.leakage import foreign_validation
-    from overland.data.registry import held_out_sources
+    from overland.data.wanted import held_out_sources
 
     for name in held_out_sources(loaded.config):
         if name not in validation.sets:

@@ -12,7 +12,8 @@ from overland.config.errors import Problem, ProblemKind
 from overland.config.fields import all_keys
 from overland.config.load import Loaded
 from overland.config.schema import IN_PLACE_OF, DataSource, Optimizer
-from overland.data.registry import is_made, made_images, sources_of
+from overland.data.registry import is_made
+from overland.data.wanted import made_images, sources_of
 from overland.errors import DataError, ModelError, ObjectiveError, OptimizerError
 from overland.models.flops import trained_parameters
 from overland.models.registry import model_config

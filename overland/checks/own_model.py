@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from overland.config.derived import Degrees, optimizer_settings, resolve_dtype
 from overland.config.schema import JobConfig
 from overland.data import registry
-from overland.data.registry import open_wanted, sources_of, training_table
+from overland.data.wanted import open_wanted, sources_of, training_table
 from overland.errors import DataError, ModelError
 from overland.models.build import build_undivided, transforms_for
 from overland.models.flops import sample_fields

@@ -27,7 +27,7 @@ from overland.data.rows import (
     with_borders,
 )
 from overland.data.shard import ANSWERS
-from overland.data.sources.array_files import WANTED
+from overland.data.sources.image_files import WANTED
 
 Array = npt.NDArray[np.int64]
 EPSILON = 1e-6  # added to the variance, so that a constant image becomes zeros

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.arrays import Arrays
+from overland.data.lanes import Lane
 from overland.data.order import group_alike, groups, permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
 from overland.data.plan import REST_RULES
@@ -101,8 +102,8 @@ class Window:
         return shared
 
 
-class BlockStream:
-    """An endless sequence of numbered blocks."""
+class BlockStream(Lane):
+    """The documents of windows, packed into blocks."""
 
     def __init__(
         self,
@@ -125,8 +126,6 @@ class BlockStream:
         )
 
     def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
-        """Fills `rows` of `into` with blocks; returns the row of each piece and where in the row it
-        begins."""
         piece_rows, piece_begins = [], []
         for window, mine, places in self._find(numbers):
             pieces, here = window.pieces(places), rows[mine]
@@ -138,7 +137,6 @@ class BlockStream:
     def read_samples(
         self, numbers: Array, rows: Array, arrays: Arrays, into: Mapping[str, npt.NDArray[Any]]
     ) -> tuple[Array, Array]:
-        """Fills `rows` of `into` with samples; returns the number and the epoch of each."""
         sample, epoch = np.zeros((2, len(numbers)), np.int64)
         for window, mine, places in self._find(numbers):
             documents, which = window.documents, window.pieces(places).document
@@ -155,7 +153,6 @@ class BlockStream:
         return sample, epoch
 
     def lengths(self, numbers: Array) -> Array:
-        """Returns the number of tokens in each block."""
         found = np.zeros(len(numbers), np.int64)
         for window, mine, places in self._find(numbers):
             found[mine] = window.lengths(places)
@@ -171,12 +168,14 @@ class BlockStream:
         """Returns the window that contains each block, and its place there."""
         return self._counts.find(numbers)
 
+    def require(self, number: int) -> None:
+        self._counts.find([number])
+
     def num_blocks(self, windows: int) -> int:
         """Returns the number of blocks in the first `windows` windows."""
         return self._counts.total(windows)
 
     def num_blocks_in(self, epochs: float, enough: int = sys.maxsize) -> int:
-        """Returns the number of blocks in this many epochs of the source, but at most `enough`."""
         whole = int(epochs)
         count = self._counts.total_up_to(self.windows_before(whole), enough)
         if whole == epochs or count == enough:
@@ -194,12 +193,23 @@ class BlockStream:
         return max(0, epoch * self.windows.per_epoch - self.first + self._lead)
 
     def epochs_before(self, block: int) -> float | None:
-        """Returns how many epochs the blocks before this one make up, if all are counted."""
-        if block == 0 or self._counts.total(self.num_counted) < block:
+        """Returns None unless all blocks are counted, and of one source."""
+        if block == 0 or self.windows.name is None or self._counts.total(self.num_counted) < block:
             return None
         (window,), (place,) = self.places([block - 1])
         size = self._counts.total(window + 1) - self._counts.total(window)
         return float(self.window_behind(int(window)) + (place + 1) / size) / self.windows.per_epoch
+
+    def after(self, read: int) -> tuple[Rest | None, int]:
+        """Returns what the first `read` blocks leave of their last window, and the window of
+        documents that follows."""
+        if read == 0:
+            return self.rest, self.first
+        window, place = (int(one[0]) for one in self.places([read]))
+        first = self.window_behind(window)
+        if place or first < self.first:
+            return Rest(self, window, place), first + 1
+        return None, first
 
     def open(self, window: int) -> Window:
         if window not in self._opened:

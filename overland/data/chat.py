@@ -69,49 +69,6 @@ ROLES = frozenset((
     "ipython", "environment", "context",
 ))  # fmt: skip
 
-CHATML = """\
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message['role'] + '\\n' -}}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}
-            {{- message['content'] + '<|im_end|>\\n' -}}
-        {%- endgeneration -%}
-    {%- else -%}
-        {{- message['content'] + '<|im_end|>\\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
-
-# The prompt of Stanford's Alpaca. The tokenizer decides whether BOS precedes it.
-ALPACA = """\
-{%- for message in messages -%}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}
-            {{- message['content'] -}}{{- eos_token -}}
-        {%- endgeneration -%}
-    {%- elif message['role'] == 'system' -%}
-        {{- message['content'] + '\\n\\n' -}}
-    {%- else -%}
-        {%- if loop.first -%}
-            {{- 'Below is an instruction that describes a task' -}}
-            {%- if message['input'] -%}
-                {{- ', paired with an input that provides further context' -}}
-            {%- endif -%}
-            {{- '. Write a response that appropriately completes the request.\\n\\n' -}}
-        {%- endif -%}
-        {{- '### Instruction:\\n' + (message['instruction'] or message['content']) -}}
-        {%- if message['input'] -%}
-            {{- '\\n\\n### Input:\\n' + message['input'] -}}
-        {%- endif -%}
-        {{- '\\n\\n### Response:\\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-"""
-BUILT_IN = {"chatml": CHATML, "alpaca": ALPACA}
-
 
 class ChatError(DataError):
     """Raised for a conversation that cannot be used."""
@@ -240,10 +197,8 @@ class ChatTemplate:
         ):
             if not text.startswith(answered):  # some templates end every conversation with EOS
                 answered = self._last_special.sub("", answered)
-            why, ways_out = (
-                "",
-                "set sft.chat_template to one with {% generation %} marks around them",
-            )
+            why = ""
+            ways_out = "set sft.chat_template to one with {% generation %} marks around them"
             if not answered.startswith(asked):
                 why = "differently than its generation prompt begins it"
             elif not text.startswith(answered):
@@ -449,20 +404,9 @@ def encode(
     return ids, weights
 
 
-def split_specials(text: str, specials: Mapping[str, int]) -> tuple[Piece, ...]:
-    """Splits a text in which the names of these special tokens stand for the tokens."""
-    parts = re.split(f"({any_name_of(specials).pattern})", text)
-    return tuple(specials.get(part, part) for part in parts if part)
-
-
 def any_name_of(specials: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that matches any of the names, the longest of those that begin alike."""
     return re.compile("|".join(sorted(map(re.escape, specials), key=len, reverse=True)) or "(?!)")
-
-
-def length_of(pieces: Iterable[Piece]) -> int:
-    """Returns the length in characters; a special token counts as one."""
-    return sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces)
 
 
 def check_text(text: str) -> None:

@@ -12,7 +12,6 @@ The shape of a dataset is detected from the columns of its records; `sft.shape` 
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,26 +40,17 @@ BRACKETS = set("<|>[]")
 NO_TOOLS = ("", "[]", "null")  # as JSON text
 HEAVIEST = 1_000_000  # largest weight; sums stay exact in the type that stores them
 FLAGS = ("weight", "train")  # of a turn: its loss weight, or whether to train on it
-# Roles, by the names that datasets in ShareGPT format use for them.
-SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
-}
+# The names that datasets in ShareGPT format use for roles.
+NAMES_OF_ROLES = {
+    "user": ("human", "user", "prompter"),
+    "assistant": (
+        "gpt", "assistant", "model", "bot", "chatgpt", "bing", "bard", "function_call",
+    ),
+    "system": ("system",),
+    "developer": ("developer",),
+    "tool": ("tool", "function", "observation", "function_response"),
+}  # fmt: skip
+SPEAKERS = {name: role for role, names in NAMES_OF_ROLES.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -176,7 +166,7 @@ def _possible(
     tools, system = first(("tools",)), first(("system", "system_prompt"))
     question, answer, more = first(QUESTIONS), first(ANSWERS), first(("input",))
     for turns in [column] if column is not None else [name for name in TURNS if name in names]:
-        items = _listed(example(turns))
+        items = listed(example(turns))
         if column is None or items:
             has_from = bool(items) and isinstance(items[0], Mapping) and "from" in items[0]
             shapes: list[Shape] = ["sharegpt", "messages"]
@@ -206,7 +196,7 @@ def conversation(record: Record, columns: Columns) -> Conversation:
     """Converts a record to a conversation."""
     before, tools = _system(record, columns), _tools(record, columns)
     if columns.shape in ("messages", "sharegpt"):
-        turns = _turns(record, columns.turns, columns.shape == "sharegpt")
+        turns = turns_in(record, columns.turns, columns.shape == "sharegpt")
         return _told(turns if turns[0]["role"] == "system" else [*before, *turns], 0, tools)
     if columns.shape == "text":
         return Conversation(texts=("", _text(record, columns.answer)))
@@ -219,42 +209,6 @@ def conversation(record: Record, columns: Columns) -> Conversation:
         answer = {"role": ASSISTANT, "content": _text(record, columns.answer)}
         return _told([*before, question, answer], len(before) + 1, tools)
     return _completed(record, columns, before, tools)
-
-
-def further_keys(records: Sequence[Record], columns: Columns) -> list[str]:
-    """Returns the keys of turns other than the role, the content and the weight."""
-    found: dict[str, None] = {}
-    for turn in _all_turns(records, columns):
-        found |= {str(key): None for key, value in turn.items() if value not in (None, "", [])}
-    return [key for key in found if key not in (*FLAGS, "role", "content", "from", "value")]
-
-
-def renamed_roles(records: Sequence[Record], columns: Columns) -> dict[str, str]:
-    """Returns the roles of turns that get another name, which those in ShareGPT format do."""
-    found: dict[str, str] = {}
-    for turn in _all_turns(records, columns):
-        speaker = turn.get("role", turn.get("from"))
-        if isinstance(speaker, str) and ("role" not in turn or columns.shape == "sharegpt"):
-            found[speaker] = SPEAKERS.get(speaker.lower(), speaker)
-    return {theirs: ours for theirs, ours in found.items() if theirs != ours}
-
-
-def unlearned_roles(records: Sequence[Record], columns: Columns) -> list[str]:
-    """Returns the roles that would be the assistant's if they were renamed as in ShareGPT."""
-    roles = dict.fromkeys(str(turn.get("role")) for turn in _all_turns(records, columns))
-    known = [role for role in roles if SPEAKERS.get(role.lower()) == ASSISTANT]
-    return [] if columns.shape == "sharegpt" else [role for role in known if role != ASSISTANT]
-
-
-def has_parts(records: Sequence[Record], columns: Columns) -> bool:
-    """Whether some content is a list of parts."""
-    return any(isinstance(turn.get("content"), list) for turn in _all_turns(records, columns))
-
-
-def _all_turns(records: Sequence[Record], columns: Columns) -> Iterator[Mapping[str, Any]]:
-    for column in (columns.turns, columns.prompt, columns.answer, columns.rejected):
-        for record in records:
-            yield from (turn for turn in _listed(record.get(column)) if isinstance(turn, Mapping))
 
 
 def pair(record: Record, columns: Columns) -> tuple[Conversation, Conversation]:
@@ -276,7 +230,7 @@ def pair(record: Record, columns: Columns) -> tuple[Conversation, Conversation]:
         one, other = (Conversation(texts=(prompt, text[size:])) for text in texts)
         return one, other
     before, tools = _system(record, columns), _tools(record, columns)
-    asked, answers = _asked(record, columns.prompt), [_turns(record, name) for name in names]
+    asked, answers = _asked(record, columns.prompt), [turns_in(record, name) for name in names]
     pairs = list(zip(*answers, strict=False))
     size = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
     end = _end_of(asked, answers[0][:size])
@@ -293,21 +247,6 @@ def pair(record: Record, columns: Columns) -> tuple[Conversation, Conversation]:
     asked = answers[0][:end] if end else asked
     one, other = (_continued(before, asked, turns[end:], tools) for turns in answers)
     return one, other
-
-
-def prompts_are(records: Sequence[Record], columns: Columns) -> str:
-    """Describes where the prompts of pairs come from, which the first usable pair shows."""
-    for record in records:
-        with contextlib.suppress(ChatError):
-            told, _ = pair(record, columns)
-            if told.texts is None:
-                num_answered = len(told.turns) - told.num_given
-                is_shared = len(_turns(record, columns.answer)) > num_answered
-            else:
-                is_shared = record.get(columns.prompt) is None
-            what = "text" if told.texts else "turns"
-            return f"the {what} that both begin with" if is_shared else f"column {columns.prompt}"
-    return ""
 
 
 def _shared_text(one: str, other: str) -> int:
@@ -349,7 +288,7 @@ def _completed(
     if isinstance(given, str | None) and _is_text(record.get(answer)):
         _check_texts(record, columns)
         return Conversation(texts=(given or "", _text(record, answer)))
-    asked, answered = _asked(record, prompt), _turns(record, answer)
+    asked, answered = _asked(record, prompt), turns_in(record, answer)
     end = _end_of(asked, answered) if asked else len(answered) - 1
     asked = answered[:end] if end else asked
     if end == len(answered):
@@ -362,7 +301,7 @@ def _asked(record: Record, prompt: str) -> list[dict[str, Any]]:
     given = record.get(prompt)
     if isinstance(given, str) and not _is_talk(given):
         return [{"role": "user", "content": given}] if given else []
-    return _turns(record, prompt) if given else []
+    return turns_in(record, prompt) if given else []
 
 
 def _end_of(asked: Sequence[Message], turns: Sequence[Message]) -> int:
@@ -417,9 +356,9 @@ def _said(turn: Message, number: int) -> float | None:
     return None
 
 
-def _turns(record: Record, column: str, renames: bool = False) -> list[dict[str, Any]]:
+def turns_in(record: Record, column: str, renames: bool = False) -> list[dict[str, Any]]:
     value = record.get(column)
-    items = [value] if isinstance(value, Mapping) and value else _listed(value)
+    items = [value] if isinstance(value, Mapping) and value else listed(value)
     if not items:
         raise ChatError(f"its column {column} contains no turns")
     return [_turn(item, number, renames) for number, item in enumerate(items, start=1)]
@@ -456,18 +395,6 @@ def _check_parts(value: Any, number: int) -> None:
             raise ChatError(f"turn {number} has content of type {what}; expected text")
 
 
-def joined(turns: Sequence[Message]) -> list[Message]:
-    """Returns the turns with the parts of each content joined to one text."""
-
-    def text(content: Any) -> Any:
-        parts = content if isinstance(content, list | tuple) else [content]
-        texts = [part["text"] if isinstance(part, Mapping) else part for part in parts]
-        return content if content is None else "".join(texts)
-
-    return [{**turn, "content": text(turn["content"])} if "content" in turn else turn
-            for turn in turns]  # fmt: skip
-
-
 def _system(record: Record, columns: Columns) -> list[dict[str, Any]]:
     text = _maybe_text(record, columns.system)
     return [{"role": "system", "content": text}] if text else []
@@ -477,7 +404,7 @@ def _tools(record: Record, columns: Columns) -> tuple[Any, ...] | None:
     value = record.get(columns.tools) if columns.tools else None
     if value in (None, [], ()) or (isinstance(value, str) and value.strip() in NO_TOOLS):
         return None
-    tools = tuple(_listed(value))
+    tools = tuple(listed(value))
     if not tools:
         raise ChatError(f"its column {columns.tools} is not a list of tools: {value!r:.40}")
     return tools
@@ -489,11 +416,11 @@ def _is_text(value: Any) -> bool:
 
 def _is_talk(text: str) -> bool:
     """Whether a text is a JSON list of turns; an answer can be some other list."""
-    items = _listed(text)
+    items = listed(text)
     return bool(items) and all("role" in item or "from" in item for item in items)
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Returns a list as it is, parses a text that is a JSON list of objects, and returns an empty
     list for anything else."""
     if isinstance(value, str) and value.lstrip()[:1] == "[":

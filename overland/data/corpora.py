@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from overland.config.schema import Data as Settings
 from overland.config.schema import DataSource, JobConfig
-from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.data.corpus import Corpus, open_corpus
 from overland.data.corpus_folder import CorpusLayout, is_corpus, read_layout, source_changes
-from overland.data.images import ImageSet, ListedImages, RandomImages
-from overland.data.layout import SHARD_DOCUMENTS
-from overland.data.plan import (
-    ChangedSource,
-    Plan,
-)
-from overland.data.registry import (
-    find_built,
-    is_made,
+from overland.data.lanes import ListedImages, RandomBlocks, RandomImages
+from overland.data.layout import SHARD_DOCUMENTS, lay_out
+from overland.data.plan import ChangedSource
+from overland.data.registry import find_built, is_made
+from overland.data.sampler import AnyCorpus
+from overland.data.sft import writer_for
+from overland.data.sources import Source
+from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
+from overland.data.wanted import (
     is_placeholder,
     is_validation,
     length_of_rows,
@@ -38,11 +38,7 @@ from overland.data.registry import (
     sources_of,
     training_table,
 )
-from overland.data.sampler import RandomBlocks
-from overland.data.sft import writer_for
-from overland.data.sources import Source
-from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
-from overland.data.writer import what_changed
+from overland.data.writer import Changes, changed_keys, in_words
 from overland.errors import ChoiceRequired, DataError
 from overland.words import number_of
 
@@ -53,7 +49,6 @@ ANOTHER_TOKENIZER = "it was tokenized with another tokenizer, or another BOS or 
 LAYOUT_SECONDS = 600.0  # enough to mark a hundred thousand files on a slow file system
 
 T = TypeVar("T")
-AnyCorpus = Corpus | ImageSet | RandomBlocks
 
 
 @dataclass(frozen=True)
@@ -115,16 +110,12 @@ def say_random(config: JobConfig, table: str, images: RandomImages, preparer: Pr
     held_out = is_validation(table)
     path = config.validation.dataset_path if held_out else config.training.dataset_path
     if is_placeholder(config, path):
-        preparer.report(f"note: {placeholder_words(config, table, path or '', images)}")
-
-
-def placeholder_words(config: JobConfig, table: str, path: str, images: RandomImages) -> str:
-    what = "validated" if is_validation(table) else "trained"
-    shape = " × ".join(map(str, images.shape))
-    return (
-        f"{path} does not exist, so the model is {what} on {len(images):,} random images of "
-        f'{shape} ({table}.dataset_path; set images.if_missing = "error" to stop instead)'
-    )
+        shape = " × ".join(map(str, images.shape))
+        preparer.report(
+            f"note: {path} does not exist, so the model is {'validated' if held_out else 'trained'}"
+            f" on {len(images):,} random images of {shape} ({table}.dataset_path; set "
+            'images.if_missing = "error" to stop instead)'
+        )
 
 
 def check_made_by(layout: CorpusLayout, config: JobConfig, table: str) -> None:
@@ -133,10 +124,10 @@ def check_made_by(layout: CorpusLayout, config: JobConfig, table: str) -> None:
         return
     writer = writer_for(config, length_of_rows(config, table), layout.tokenizer_path)
     before = {key: value for key, value in layout.made_by.items() if key != "columns"}
-    if changes := what_changed(before, writer.identity):
+    if changes := changed_keys(before, writer.identity):
         raise DataError(
-            f"{layout.folder} was built with different settings: {'; '.join(changes)}. Change them "
-            "back, or build the corpus again"
+            f"{layout.folder} was built with different settings: {'; '.join(in_words(changes))}. "
+            "Change them back, or build the corpus again"
         )
 
 
@@ -199,7 +190,7 @@ def reopen_planned(
             found = path
             break
     now = source()
-    if found is None or source_changes(found, now) or made_otherwise(found, now):
+    if found is None or source_changes(found, now) or changed_settings(found, now):
         return None
     if is_of_another_tokenizer(found, config, tokenizer):
         return None
@@ -222,47 +213,23 @@ def check_vocabulary(name: str, of_data: int | None, of_model: int | None) -> No
         )
 
 
-def check_same_tokenizer(plan: Plan, config: JobConfig, tokenizer: Tokenizer) -> None:
-    """Raises an error if a run was trained with another tokenizer, as far as the corpora that it
-    read still exist."""
-    for name, wanted in sources_of(config).items():
-        if name not in plan.sources or find_built(name, wanted, config.data):
-            continue
-        before = find_corpus(streams_root(config), plan.sources[name].fingerprint)
-        if before is None:
-            continue
-        if is_of_another_tokenizer(before, config, tokenizer):
-            raise ChangedSource(name, (ANOTHER_TOKENIZER,))
-        source = open_wanted(config, training_table(config, name), name, wanted)
-        if changes := made_otherwise(before, source):
-            raise ChangedSource(name, tuple(changes), settings_before(before, source))
-
-
-def made_otherwise(before: Path, source: Source) -> list[str]:
+def changed_settings(before: Path, source: Source) -> Changes:
     """Returns what has changed in what is read of the files, and in how conversations are
     tokenized, since a corpus was laid out."""
     layout = read_layout(before)
-    changes = what_changed(layout.made_by or {}, source.made_by or {})
-    if _column_changed(before, source):
-        changes.append(f"the column is {source.column} and was {layout.column}")
+    changes = changed_keys(layout.made_by or {}, source.made_by or {})
+    if None not in (layout.column, source.column) and layout.column != source.column:
+        changes["the column"] = layout.column, source.column
     return changes
 
 
-def _column_changed(before: Path, source: Source) -> bool:
-    """Whether another column is read; earlier versions did not write it down."""
-    known = {read_layout(before).column, source.column}
-    return None not in known and len(known) == 2
-
-
-def settings_before(before: Path, source: Source) -> dict[str, Any]:
-    """Returns the keys that have changed since a corpus was laid out, with their values then; of
-    the chat template only a hash is known, so it has None."""
-    made_by, now = read_layout(before).made_by or {}, source.made_by or {}
-    keys = [key for key in dict.fromkeys((*made_by, *now)) if made_by.get(key) != now.get(key)]
-    of_keys = {key: made_by.get(key) for key in keys if "." in key}
-    if _column_changed(before, source):
-        of_keys["the column"] = read_layout(before).column
-    return of_keys | {key: None for key in of_keys if key == "sft.chat_template"}
+def changed_source(name: str, before: Path, source: Source, *more: str) -> ChangedSource:
+    """Returns the error about a source that is not what a run was trained on; `more` is what else
+    has changed. Of a chat template only a hash is known, so its error has no earlier value."""
+    changes = changed_settings(before, source)
+    values = {key: None if key == "sft.chat_template" else old for key, (old, _) in changes.items()}
+    keys = {key: value for key, value in values.items() if "." in key or key == "the column"}
+    return ChangedSource(name, (*more, *in_words(changes)), keys)
 
 
 def is_of_another_tokenizer(folder: Path, config: JobConfig, tokenizer: Tokenizer | None) -> bool:

@@ -121,19 +121,6 @@ class Corpus:
             total.update(one)
         return total
 
-    def num_tokens(self) -> int | None:
-        """Counts the tokens of the whole corpus, if it is built or small enough to make right away.
-        A sample of arrays counts as one."""
-        sizes = self.sizes()
-        if sizes is not None:
-            return int(sizes[:, 1].sum())
-        if not self._is_little:
-            return None
-        shards = map(self.shard, range(self.num_shards))
-        if self.arrays is not None:
-            return sum(shard.info.num_documents for shard in shards)
-        return sum(len(shard.tokens) for shard in shards)
-
     def sizes(self) -> npt.NDArray[np.int64] | None:
         """Returns the documents and tokens of every shard if all are built, memory-mapped."""
         try:
@@ -246,7 +233,7 @@ class Corpus:
             )
 
     def _start_workers(self) -> None:
-        if self.num_shards <= FEW_SHARDS and self.documents_per_shard <= FEW_DOCUMENTS:
+        if self._is_little:
             self._is_alone = True
         elif self.open_source is not None:
             source, tokenizer = self.parts()

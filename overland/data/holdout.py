@@ -11,7 +11,6 @@ documents; the side of each is decided when they are read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,8 +19,8 @@ import numpy.typing as npt
 
 from overland.config.schema import Data as Settings
 from overland.data.corpus import Corpus
+from overland.data.plan import kept_plan
 from overland.errors import DataError
-from overland.run_folder import PLAN
 from overland.words import any_of, number_of
 
 FEW_SHARDS = 2  # up to 8,192 documents, which have to be tokenized before the first step anyway
@@ -93,14 +92,11 @@ def _share_between(last: int, next_: int) -> float:
 def kept_share(run: Path, data: Settings) -> float | None:
     """Returns the held-out share of an existing run that holds out a number of documents, or
     None."""
-    if not data.holdout:
+    kept = kept_plan(run)
+    before = kept.get("holdout")
+    if not data.holdout or before is None:
         return None
-    try:
-        kept = json.loads((run / PLAN).read_text())
-        shares = [one.get("holdout", 0.0) for one in kept["plan"]["sources"].values()]
-        before = kept["holdout"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    shares = [one.get("holdout", 0.0) for one in kept["plan"]["sources"].values()]
     if before != data.holdout:
         raise DataError(
             f"data.holdout is {data.holdout}, but this run began with {before}: it would validate "

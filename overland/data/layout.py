@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from collections import Counter
@@ -23,13 +22,7 @@ import numpy as np
 
 from overland.data import shard
 from overland.data.arrays import Arrays
-from overland.data.corpus_folder import (
-    FORMAT,
-    CorpusLayout,
-    is_corpus,
-    read_layout,
-    source_changes,
-)
+from overland.data.corpus_folder import FORMAT, CorpusLayout, is_corpus, read_layout, source_changes
 from overland.data.sources.compression import times_smaller
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
 from overland.data.sources.source import Kind, Source
@@ -68,7 +61,7 @@ def lay_out(
     An existing corpus is reused, under any name, if the request was the same and no file has
     changed since, judging by sizes and times. Two processes may call this at the same time.
     """
-    policy, chunks = _policy(name, source, tokenizer, skip_bad, vocab_size), list(source.chunks())
+    policy, chunks = policy_of(name, source, tokenizer, skip_bad, vocab_size), list(source.chunks())
     request = _request(name, source, policy, shard_documents, chunks)
     found = _find(name, source, root, request, report)
     if found is not None:
@@ -103,8 +96,8 @@ def _describe(
         raise DataError(f"{source.place} is empty: it lists no chunks")
     marks = source.marks()
     arrays = Arrays.declared(name, policy["fields"]) if "fields" in policy else None
-    weights = _weigh(source, chunks, marks, arrays.num_bytes if arrays is not None else 0)
-    groups = _group(chunks, weights, shard_documents)
+    weights = weigh(source, chunks, marks, arrays.num_bytes if arrays is not None else 0)
+    groups = group(chunks, weights, shard_documents)
     content = source.fingerprint(marks) if marks else ""
     fingerprint = digest_of([request, content, [len(group) for group in groups]])[:16]
     layout = CorpusLayout(
@@ -121,37 +114,7 @@ def _describe(
     return layout, _lines(source, groups, marks)
 
 
-def sketch(
-    name: str,
-    source: Source,
-    tokenizer: Tokenizer | None,
-    *,
-    skip_bad: bool = False,
-    vocab_size: int | None = None,
-) -> CorpusLayout:
-    """Describes how the documents of a source would become tokens. The result has no folder and no
-    shards: it is for trying a source before anything is written."""
-    return CorpusLayout(
-        name=name,
-        fingerprint="",
-        request="",
-        source=str(source.place),
-        **_policy(name, source, tokenizer, skip_bad, vocab_size),
-        num_shards=0,
-        documents_per_shard=0,
-        folder=Path(os.devnull),
-    )
-
-
-def count_shards(source: Source, shard_documents: int) -> int:
-    """Returns the number of shards that `lay_out` would make."""
-    chunks = list(source.chunks())
-    files = {file for chunk in chunks for file in source.files_of(chunk)}
-    marks = {file: FileMark((source.root / file).stat().st_size, 0, "") for file in files}
-    return len(_group(chunks, _weigh(source, chunks, marks, 0), shard_documents))
-
-
-def _policy(
+def policy_of(
     name: str,
     source: Source,
     tokenizer: Tokenizer | None,
@@ -237,7 +200,7 @@ def _say_what_is_unsure(folder: Path, source: Source, report: Report) -> None:
         )
 
 
-def _weigh(
+def weigh(
     source: Source, chunks: Sequence[str], marks: Mapping[str, FileMark], sample_bytes: int
 ) -> list[tuple[float, float]]:
     """Estimates the documents and bytes of each chunk; a sample of arrays has `sample_bytes`."""
@@ -257,7 +220,7 @@ def _weigh(
     return weights
 
 
-def _group(
+def group(
     chunks: Sequence[str], weights: Sequence[tuple[float, float]], shard_documents: int
 ) -> list[list[str]]:
     """Returns runs of chunks, each of which ends where it is closest to being full."""

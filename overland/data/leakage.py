@@ -5,21 +5,18 @@ That is the same file, under any name or link, a copy of it, or a corpus that wa
 
 from __future__ import annotations
 
-import os
-import stat
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from pathlib import Path
 
-from overland.config.schema import DataSource, JobConfig, Validation
+from overland.config.schema import DataSource, JobConfig
 from overland.data.corpus_folder import is_corpus, read_layout
-from overland.data.registry import (
+from overland.data.registry import find_built, find_folder, is_built_in, is_made
+from overland.data.sources import Source
+from overland.data.sources.marks import FileMark, has_mark, marks_of_files
+from overland.data.wanted import (
     CHOICES,
-    find_built,
-    find_folder,
     held_out_sources,
-    is_built_in,
-    is_made,
     open_wanted,
     refuse_choices,
     sources_of,
@@ -28,8 +25,6 @@ from overland.data.registry import (
     validates_on_holdout,
     validation_table,
 )
-from overland.data.sources import Source
-from overland.data.sources.marks import FileMark, has_mark, marks_of_files
 from overland.errors import DataError
 from overland.words import any_of
 
@@ -91,42 +86,11 @@ def foreign_validation(config: JobConfig) -> str | None:
     )
 
 
-def same_data(sources: Mapping[str, Source | Path], wanted: Mapping[str, DataSource]) -> list[str]:
-    """Returns a note for each training source that has the same files, or copies of them, as an
-    earlier one, and reads the same column. A built corpus is given by its folder."""
-    notes: list[str] = []
-    seen: dict[tuple[str | None, tuple[int, ...]], list[str]] = defaultdict(list)
-    for name, source in sources.items():
-        sizes = tuple(sorted(_sizes(source)))
-        if not sizes:
-            continue
-        for other in seen[wanted[name].column, sizes]:
-            shared = sum(size for _, size in _of_the_same_bytes(source, sources[other]))
-            if shared == sum(sizes):
-                notes.append(
-                    f"{name} has the same data as {other}, so it is read under both names: remove "
-                    "one of them from data.sources, and give the other the weight of both"
-                )
-                break
-        else:
-            seen[wanted[name].column, sizes].append(name)
-    return notes
-
-
-def _sizes(source: Source | Path) -> list[int]:
-    if isinstance(source, Path):
-        return [mark.size for mark in _marks(source)]
-    return [path.stat().st_size for path in _paths(source)]
-
-
 def _refuse_twice(config: JobConfig) -> None:
     """Rejects a set that is named twice: it would be read twice, or one of the names ignored."""
     validation = config.validation
-    listed = validation.dataset if isinstance(validation.dataset, list) else []
-    if len({*listed}) < len(listed) and validation.dataset_path is None:
-        name = max(listed, key=listed.count)
-        raise DataError(f"validation.dataset lists {name} twice: remove one of them")
-    others = held_out_sources(config.model_copy(update={"validation": _without_sets(validation)}))
+    without_sets = validation.model_copy(update={"sets": {}})
+    others = held_out_sources(config.model_copy(update={"validation": without_sets}))
     trained = sources_of(config) if validates_on_holdout(config) else {}
     for name in validation.sets:
         if name in others or name in trained:
@@ -144,10 +108,6 @@ def _refuse_twice(config: JobConfig) -> None:
                 f"validation has {place} twice, as {seen[what]} and as {name}: remove one of them"
             )
         seen[what] = name
-
-
-def _without_sets(validation: Validation) -> Validation:
-    return validation.model_copy(update={"sets": {}})
 
 
 def _shared(
@@ -172,7 +132,7 @@ def _opened(config: JobConfig, table: str, name: str, wanted: DataSource) -> Sou
 
 
 def _may_share(config: JobConfig, one: Named, other: Named) -> bool:
-    """Whether the files have to be compared; opening a large dataset takes time."""
+    """Whether both are there, so that their files can be compared."""
     if is_made(*one) or is_made(*other):
         return False
     folders = [find_folder(name, wanted, config.data) for name, wanted in (one, other)]
@@ -180,16 +140,7 @@ def _may_share(config: JobConfig, one: Named, other: Named) -> bool:
         return True
     if None in folders:  # built in, registered, or not on this machine yet
         return all(is_built_in(wanted.dataset or name) for name, wanted in (one, other))
-    first, second = (folder.resolve() for folder in folders if folder is not None)
-    if not (first.exists() and second.exists()):
-        return False
-    if first.is_relative_to(second) or second.is_relative_to(first):
-        return True
-    files = [_files_below(first), _files_below(second)]
-    if any(_is_link(found) for found in (*files[0], *files[1])):
-        return True
-    sizes = [{found.st_size for found in these} - {0} for these in files]
-    return not sizes[0].isdisjoint(sizes[1])  # copies have the same size
+    return all(folder is not None and folder.exists() for folder in folders)
 
 
 def _first_shared(held: Source | Path, trained: Source | Path) -> str | None:
@@ -248,7 +199,9 @@ def _by_size(marks: list[FileMark]) -> dict[int, list[FileMark]]:
 
 
 def _num_bytes(source: Source | Path) -> int:
-    return sum(_sizes(source))
+    if isinstance(source, Path):
+        return sum(mark.size for mark in _marks(source))
+    return sum(path.stat().st_size for path in _paths(source))
 
 
 def _paths(source: Source | Path) -> list[Path]:
@@ -262,19 +215,3 @@ def _identity(path: Path) -> tuple[int, int]:
     """Identifies the file itself, whatever links lead to it (device and inode)."""
     found = path.stat()
     return found.st_dev, found.st_ino
-
-
-def _files_below(path: Path) -> list[os.stat_result]:
-    """Lists all files below a path, and links to folders."""
-    below = (
-        os.path.join(parent, name)
-        for parent, subfolders, files in os.walk(path)
-        for name in (*subfolders, *files)
-    )
-    found = map(os.lstat, (str(path), *below))
-    return [one for one in found if not stat.S_ISDIR(one.st_mode)]
-
-
-def _is_link(found: os.stat_result) -> bool:
-    """Whether it is a symbolic link, or a file with several hard links."""
-    return stat.S_ISLNK(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_nlink > 1)

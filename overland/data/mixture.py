@@ -68,6 +68,8 @@ class MixedWindows:
     there; but a tiny source with a large weight must not make windows tiny.
     """
 
+    name: str | None = None
+
     def __init__(
         self,
         sources: Sequence[SourceWindows],

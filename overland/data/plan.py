@@ -8,14 +8,17 @@ given batch contains.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from overland.config.errors import show_value
 from overland.data.pack import LastBlock, Packing
 from overland.data.sources.marks import digest_of
 from overland.errors import DataError
+from overland.run_folder import PLAN
 from overland.words import any_of
 
 MixedBy = Literal["sequences", "documents"]
@@ -167,6 +170,23 @@ class ChangedSource(DataError):
             f"the data source {name} is not what this run was trained on: {what}. {way_out} or "
             "start a new run with --resume none"
         )
+
+
+def kept_plan(run: Path) -> dict[str, Any]:
+    """Returns what a run wrote down about its data; nothing before its first step."""
+    path = run / PLAN
+    try:
+        kept = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict) or not isinstance(kept.get("plan"), dict):
+        raise DataError(
+            f"{path} is damaged: it contains no data plan. Delete it, and the run writes it again "
+            "from its checkpoint"
+        )
+    return kept
 
 
 def differences(before: Segment, after: Segment) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -14,39 +13,30 @@ from overland.config.schema import Data as Settings
 from overland.config.schema import JobConfig
 from overland.data.corpora import (
     ANOTHER_TOKENIZER,
-    AnyCorpus,
     Preparer,
     built_corpora,
+    changed_source,
     find_corpus,
-    made_otherwise,
     open_named_corpus,
     open_streamed,
     reopen_planned,
-    settings_before,
 )
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import is_corpus, read_layout, source_changes
 from overland.data.holdout import share_of, without_held_out
 from overland.data.layout import SHARD_DOCUMENTS
-from overland.data.leakage import check_held_out, same_data
+from overland.data.leakage import check_held_out
 from overland.data.plan import (
     ChangedSource,
     Plan,
     PlannedSource,
     Segment,
     former_names,
+    kept_plan,
     plan_under,
     under,
 )
-from overland.data.registry import (
-    held_out_sources,
-    open_wanted,
-    sources_of,
-    training_table,
-    validates_on_holdout,
-    validation_table,
-)
-from overland.data.sampler import Sampler, one_kind
+from overland.data.sampler import AnyCorpus, Sampler, one_kind
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import (
     OF_TRAINING,
@@ -55,13 +45,18 @@ from overland.data.tokenizer_choice import (
     tokenizer_for,
     tokenizer_of,
 )
+from overland.data.wanted import (
+    held_out_sources,
+    open_wanted,
+    sources_of,
+    training_table,
+    validates_on_holdout,
+    validation_table,
+)
 from overland.data.windows import Reading
 from overland.errors import DataError
 from overland.processes import allow_open_files
 from overland.run_folder import PLAN, TOKENIZER
-
-# Up to four epochs are almost as good as new data (Muennighoff et al. 2023, arXiv:2305.16264).
-MANY_EPOCHS = 4
 
 Reopen = Callable[[str, str], Corpus | None]
 """Returns the corpus of a source, given its name and the fingerprint that a plan has of it."""
@@ -83,12 +78,12 @@ class Dataset:
     @property
     def num_skipped(self) -> int:
         """The number of empty and bad documents in the shards read so far."""
-        return sum(getattr(corpus, "num_bad", 0) for corpus in self.rows.corpora.values())
+        return sum(corpus.num_bad for corpus in self.rows.corpora.values())
 
     @property
     def counts(self) -> Counter[str]:
         """How many documents were left out or truncated so far, by what was done."""
-        found = (getattr(corpus, "counts", {}) for corpus in self.rows.corpora.values())
+        found = (corpus.counts for corpus in self.rows.corpora.values())
         return sum(map(Counter, found), Counter())
 
     def continued(self, saved: Mapping[str, Any], batch: int) -> Dataset:
@@ -113,33 +108,9 @@ class Dataset:
         rows = Sampler(continued, corpora, self.rows.reading)
         return replace(self, rows=rows, tokenizer=tokenizer)
 
-    def repeats(self, num_batches: int) -> list[str]:
-        """Returns a note for each source that this many batches read many times over, if its size
-        is known in advance."""
-        segment, notes = self.plan.segments[-1], []
-        weights = sum(segment.weights.values())
-        for name, weight in segment.weights.items():
-            corpus = self.rows.corpora.get(name)
-            if not weight or not isinstance(corpus, Corpus) or corpus.arrays is not None:
-                continue
-            tokens = corpus.num_tokens()
-            if not tokens:
-                continue
-            rows = -(-tokens // segment.seq_len)
-            epochs = num_batches * segment.global_batch_size * weight / weights / rows
-            if epochs > MANY_EPOCHS:
-                notes.append(
-                    f"{name} has only {tokens:,} tokens, {rows:,} "
-                    f"{'row' if rows == 1 else 'rows'} of {segment.seq_len:,}: this run "
-                    f"(training.steps = {num_batches}) reads it about {epochs:,.0f} times, so the "
-                    "model may memorize it"
-                )
-        return notes
-
     def close(self) -> None:
         for corpus in self.rows.corpora.values():
-            if isinstance(corpus, Corpus):
-                corpus.close()
+            corpus.close()
 
     def _explained(self, error: ChangedSource, plan: Plan) -> ChangedSource:
         """Adds the names of the files that changed, if the earlier corpus still exists."""
@@ -153,8 +124,7 @@ class Dataset:
         what = source_changes(before, source)
         if not what and read_layout(before).tokenizer != corpus.layout.tokenizer:
             what = [ANOTHER_TOKENIZER]
-        what += made_otherwise(before, source)
-        return ChangedSource(error.name, tuple(what), settings_before(before, source))
+        return changed_source(error.name, before, source, *what)
 
 
 def training_data(
@@ -198,10 +168,6 @@ def training_data(
     )
     if one_kind(corpora) is not None:
         segment = segment.for_samples()
-    if len(wanted) > 1:
-        folders = {name: corpus.folder for name, corpus in _of_documents(corpora).items()}
-        for note in preparer.once(partial(same_data, folders, wanted)):
-            preparer.report(f"note: {note}")
     share, empty = _share_held_out(data, corpora, preparer)
     documents = _of_documents(corpora)
     planned = {
@@ -225,12 +191,10 @@ def training_data(
 
 def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
     """Opens the training set of a run from its folder: plan, corpora, tokenizer."""
-    folders = corpora_of(run)
-    path = run / PLAN
-    try:
-        plan = Plan.from_json(json.loads(path.read_text())["plan"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is not the data plan of a run: {error}") from None
+    kept = kept_plan(run)
+    if not kept:
+        raise DataError(f"{run / PLAN} does not exist: the run has not recorded its data plan")
+    folders, plan = kept.get("corpora", {}), Plan.from_json(kept["plan"])
     tokenizer = tokenizer_of(run, config.data) if (run / TOKENIZER).is_dir() else None
     wanted = sources_of(config)
     corpora: dict[str, AnyCorpus] = {}
@@ -326,19 +290,7 @@ def _held_out_set(
 def corpora_of(run: Path) -> dict[str, str]:
     """Returns the folders of a run's corpora, by the names of its sources; none before its first
     step."""
-    path = run / PLAN
-    try:
-        kept = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError:
-        kept = None
-    corpora = kept.get("corpora") if isinstance(kept, dict) else None
-    if not isinstance(corpora, dict):
-        raise DataError(
-            f"{path} is damaged: it contains no data plan. Delete it, and the run writes it again "
-            "from its checkpoint"
-        )
+    corpora: dict[str, str] = kept_plan(run).get("corpora", {})
     return corpora
 
 
@@ -407,5 +359,5 @@ def _of_documents(corpora: Mapping[str, AnyCorpus]) -> dict[str, Corpus]:
 
 
 def _pad_id(corpora: Mapping[str, AnyCorpus]) -> int:
-    ends = (getattr(corpus, "eos_id", None) for corpus in corpora.values())
+    ends = (corpus.eos_id for corpus in corpora.values())
     return next((end for end in ends if end is not None), 0)

@@ -1,6 +1,7 @@
-"""Data sources by name, and those that a config names for training and validation.
+"""Data sources by name: built in, registered by a user's module, and on disk.
 
-A user's module (`job.custom_import`) can add its own sources with `register_source`.
+A user's module (`job.custom_import`) can add its own sources with `register_source`. `wanted.py`
+opens those that a config names.
 """
 
 from __future__ import annotations
@@ -11,25 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from overland.config.schema import Data, DataSource, JobConfig
-from overland.data.arrays import Arrays, require_fields
+from overland.config.schema import Data, DataSource
 from overland.data.corpus_folder import is_corpus
-from overland.data.images import RandomImages, ShapeImages
-from overland.data.sft import conversations_of
-from overland.data.sources import (
-    Docstrings,
-    Source,
-    StandardLibrary,
-    as_source,
-    open_source,
-)
-from overland.data.sources.array_files import WANTED
-from overland.data.sources.array_list import ArrayList, is_array_list, listed_files
-from overland.data.sources.columns import WHOLE, NoColumn
-from overland.data.sources.csv_rows import CSV_SUFFIXES
-from overland.errors import ChoiceRequired, DataError, OverlandError
-from overland.models.flops import SampleFields, sample_fields
-from overland.models.registry import model_config
+from overland.data.sources import Source, StandardLibrary, as_source, open_source
+from overland.data.sources.columns import WHOLE
+from overland.errors import DataError
+from overland.plugins import plugin
 from overland.words import command
 
 RANDOM = "random"  # random tokens or images: `sampler.RandomBlocks`, `images.RandomImages`
@@ -38,14 +26,10 @@ MADE = (RANDOM, SHAPES, HELD_OUT_SHAPES)
 # Part k of n, from 0: stand-ins for the sources of a mixture.
 PART = re.compile(r"(stdlib|docstrings):(\d+)/(\d+)")
 
-VALIDATION = "validation"
-CHOICES = ("column", "subset", "split")
-"""Keys that choose a part of a dataset, in [training], [validation] and sources."""
-
 _sources: dict[str, Callable[[], Any]] = {
     "stdlib": lambda: StandardLibrary(),
     "stdlib_heldout": lambda: StandardLibrary(held_out=True),
-    "docstrings": lambda: Docstrings(),
+    "docstrings": lambda: plugin("docstrings").Docstrings(),
 }
 
 
@@ -107,240 +91,19 @@ def open_by_name(name: str, wanted: DataSource, data: Data, held_out: bool = Fal
             held_out=held_out,
         )
     name = wanted.dataset or name
+    source: Source
     if name in _sources:
-        return _whole(name, as_source(_sources[name]()), wanted)
-    if part := PART.fullmatch(name):
-        which = (int(part[2]), int(part[3]))
-        library = StandardLibrary(part=which) if part[1] == "stdlib" else Docstrings(which)
-        return _whole(name, library, wanted)
-    fetch = command("overland", "fetch", "dataset", "OWNER/NAME", "--to", f"{data.folder}/{name}")
-    raise DataError(
-        f"there is no dataset {name!r}: download it with `{fetch}`, or set data.datasets.{name} to "
-        "its folder"
-    )
-
-
-def sources_of(config: JobConfig) -> dict[str, DataSource]:
-    """Returns the training sources: the mixture, or the only dataset as a mixture of one."""
-    if config.data.sources:
-        return dict(config.data.sources)
-    training = config.training
-    name = Path(training.dataset_path).name if training.dataset_path else training.dataset
-    choices = {key: getattr(training, key) for key in CHOICES}
-    return {name: _or_random(config, DataSource(path=training.dataset_path, **choices))}
-
-
-def validates_on_holdout(config: JobConfig) -> bool:
-    """Whether validation reads the documents that `data.holdout` holds out of training."""
-    validation = config.validation
-    is_named = validation.dataset is not None or validation.dataset_path is not None
-    return bool(validation.enable and config.data.holdout and not is_named)
-
-
-def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
-    """Returns the validation sets by name, without the one that `data.holdout` gives."""
-    validation = config.validation
-    if not validation.enable:
-        return {}
-    keys = ("path", "dataset", *CHOICES)
-    sets = {
-        name: DataSource(**{key: getattr(one, key) for key in keys})
-        for name, one in validation.sets.items()
-    }
-    choices = {key: getattr(validation, key) for key in CHOICES}
-    if validation.dataset_path is not None:
-        path = validation.dataset_path
-        found = {Path(path).name: _or_random(config, DataSource(path=path, **choices))}
+        source = as_source(_sources[name]())
+    elif part := PART.fullmatch(name):
+        which, is_code = (int(part[2]), int(part[3])), part[1] == "stdlib"
+        source = StandardLibrary(part=which) if is_code else plugin("docstrings").Docstrings(which)
     else:
-        names = validation.dataset
-        if names is None:
-            names = [] if sets or validates_on_holdout(config) else "stdlib_heldout"
-        names = [names] if isinstance(names, str) else names
-        found = {name: DataSource(**choices) for name in names}
-    return {name: _with_column(config, name, one) for name, one in (found | sets).items()}
-
-
-def _with_column(config: JobConfig, name: str, wanted: DataSource) -> DataSource:
-    """Returns a validation set that is read from the column that training reads, unless it has its
-    own. What is built in or built already has no columns."""
-    column = config.training.column
-    folder = find_folder(name, wanted, config.data)
-    if wanted.column is not None or column is None or folder is None or is_corpus(folder):
-        return wanted
-    return wanted.model_copy(update={"column": column})
-
-
-def is_placeholder(config: JobConfig, path: str | None) -> bool:
-    """Whether random images replace a path that does not exist."""
-    is_asked = config.images.if_missing == "random" and path is not None
-    return is_asked and not Path(path or "").expanduser().exists()
-
-
-def _or_random(config: JobConfig, wanted: DataSource) -> DataSource:
-    return DataSource(dataset=RANDOM) if is_placeholder(config, wanted.path) else wanted
-
-
-def validation_table(config: JobConfig, name: str) -> str:
-    """Returns the section of the config that defines a validation set."""
-    return f"{VALIDATION}.sets.{name}" if name in config.validation.sets else VALIDATION
-
-
-def is_validation(table: str) -> bool:
-    return table.partition(".")[0] == VALIDATION
-
-
-def training_table(config: JobConfig, name: str) -> str:
-    """Returns the section of the config that defines a training source."""
-    return f"data.sources.{name}" if config.data.sources else "training"
-
-
-def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) -> Source:
-    """Opens a source as a section of the config describes it; messages name that section's keys."""
-    if find_folder(name, wanted, config.data) is None:
-        refuse_choices(wanted, table, wanted.dataset or name)
-    if (images := open_images(config, table, name, wanted)) is not None:
-        return images
-    is_sft = config.sft.shape != "off"
-    whole = wanted.model_copy(update={"column": WHOLE}) if is_sft else wanted
-    try:
-        source = open_by_name(name, whole, config.data, held_out=is_validation(table))
-        _refuse_own_output(config.data, source)
-        if is_sft:
-            return conversations_of(source, config, length_of_rows(config, table), wanted.column)
-        return source
-    except ChoiceRequired as error:
-        key = f"{table}.{error.option}"
-        if is_validation(table) and error.option == "dtype":
-            key = "--dtype (of `overland data build`, and validate on the corpus that it builds)"
-        elif key == "training.dtype":  # which means something else; sources have their own key
-            key = f"data.sources.{name}.dtype (and its path there, not in training.dataset_path)"
-        raise error.by(key) from None
-    except NoColumn as error:
-        if not is_validation(table) or column_of(config, table) is not None:
-            raise
+        place = f"{data.folder}/{name}"
+        fetch = command("overland", "fetch", "dataset", "OWNER/NAME", "--to", place)
         raise DataError(
-            f"{error}. The column is that of training.column; set {table}.column to another"
-        ) from None
-
-
-def column_of(config: JobConfig, table: str) -> str | None:
-    """Returns the column that the section of a validation set names itself."""
-    _, _, name = table.partition(f"{VALIDATION}.sets.")
-    return config.validation.sets[name].column if name else config.validation.column
-
-
-def open_images(config: JobConfig, table: str, name: str, wanted: DataSource) -> ArrayList | None:
-    """Opens a source that is a list of images, or returns None for any other source."""
-    path = find_folder(name, wanted, config.data)
-    if path is None or path.suffix not in CSV_SUFFIXES or not path.is_file():
-        return None
-    if not is_array_list(path):
-        if takes_images(config):
-            listed_files(path, wanted.column)  # raises an error that says what is wrong
-        return None
-    refuse_choices(wanted.model_copy(update={"column": None}), table, f"{path} is a list, which")
-    if config.data.holdout:
-        raise DataError(
-            f"data.holdout holds out documents of text, but {path} lists images: list the "
-            "validation images in a separate file, and set validation.dataset_path to it"
+            f"there is no dataset {name!r}: download it with `{fetch}`, or set "
+            f"data.datasets.{name} to its folder"
         )
-    taken = taken_by_model(config)
-    channels = taken[WANTED][1][0] if taken and WANTED in taken else None
-    skips = config.data.bad_documents == "skip"
-    return ArrayList(path, wanted.column, skips, channels, config.images.pad)
-
-
-def taken_by_model(config: JobConfig) -> SampleFields | None:
-    """Returns the arrays that the config's model takes, or None if it takes tokens."""
-    return sample_fields(model_config(config.model))
-
-
-def takes_images(config: JobConfig) -> bool:
-    """Whether the model is known to take images; its own config may not be on this machine yet."""
-    try:
-        return WANTED in (taken_by_model(config) or {})
-    except OverlandError:
-        return False
-
-
-def length_of_rows(config: JobConfig, table: str) -> int:
-    """Returns the sequence length for training or validation."""
-    own = config.validation.seq_len if is_validation(table) else None
-    return own or config.training.seq_len
-
-
-def check_samples(config: JobConfig, taken: SampleFields, model: str, casts: bool = False) -> None:
-    """Rejects sources without the arrays that the model takes, before they are processed.
-    `casts`: whether it takes numbers of any type."""
-    named = [(training_table(config, name), name, one) for name, one in sources_of(config).items()]
-    held_out = held_out_sources(config).items()
-    named += [(validation_table(config, name), name, one) for name, one in held_out]
-    for table, name, wanted in named:
-        require_fields(name, held_by_wanted(config, table, name, wanted), taken, model, casts)
-
-
-def held_by_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) -> Arrays | None:
-    """Returns the arrays of a source that a config names, or None for text and tokens."""
-    if not is_made(name, wanted):
-        return held_by(name, open_wanted(config, table, name, wanted))
-    images = made_images(name, wanted, config)
-    return None if images is None else images.arrays
-
-
-def made_images(
-    name: str, wanted: DataSource, config: JobConfig
-) -> RandomImages | ShapeImages | None:
-    """Returns generated images for a model that takes only images, or None for one that takes
-    tokens."""
-    taken, kind = taken_by_model(config), wanted.dataset or name
-    if taken is None or set(taken) != {"pixel_values"}:
-        if kind != RANDOM:
-            raise DataError(f"{kind} are images, but {config.model.name} does not take images")
-        return None
-    settings = config.images
-    _, shape = taken["pixel_values"]
-    channels, height, width = settings.shape or shape
-    if kind != RANDOM:
-        size = (channels, height, width)
-        return ShapeImages(name, settings.count, size, kind == HELD_OUT_SHAPES)
-    if settings.pad and (height > settings.pad[0] or width > settings.pad[1]):
-        raise DataError(
-            f"images.shape is {channels} × {height} × {width}, which cannot be padded to "
-            f"{settings.pad[0]} × {settings.pad[1]}: increase images.pad"
-        )
-    return RandomImages(
-        name, settings.count, (channels, height, width), settings.pad, config.debug.seed
-    )
-
-
-def held_by(name: str, source: Source) -> Arrays | None:
-    """Returns the arrays that a source declares, or None for text and tokens."""
-    return Arrays.declared(name, source.fields) if source.kind == "arrays" else None
-
-
-def refuse_choices(wanted: DataSource, table: str, what: object) -> None:
-    """Rejects keys for a source without columns, subsets or splits. Sections of data.sources are
-    exempt: their path may have been changed from the files to the corpus built from them."""
-    for key in CHOICES:
-        if getattr(wanted, key) is not None and not table.startswith("data.sources"):
-            raise DataError(f"{table}.{key} = {getattr(wanted, key)!r}: {what} has no {key}s")
-
-
-def _whole(name: str, source: Source, wanted: DataSource) -> Source:
-    """Returns the source, unless it has records but documents are wanted."""
     if source.kind == "records" and wanted.column != WHOLE:
         raise DataError(f'{name} contains questions and answers: set sft.shape = "auto"')
     return source
-
-
-def _refuse_own_output(data: Data, source: Source) -> None:
-    """Rejects an output folder inside the folder that is read: it would become part of the data."""
-    if not source.is_walked:
-        return
-    for key in ("folder", "cache_folder"):
-        out = getattr(data, key)
-        if out and Path(out).expanduser().resolve().is_relative_to(source.root.resolve()):
-            raise DataError(
-                f"data.{key} = {out} is {source.root} or is inside it, so what the run writes "
-                f"there would become part of its data: set data.{key} to a folder outside"
-            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from overland.data.arrays import Arrays
 from overland.data.blocks import BlockStream, Rest, Shape
 from overland.data.corpus import Corpus
-from overland.data.images import ImageSet, ImageStream, ListedImages, RandomImages, ShapeImages
+from overland.data.lanes import Gone, Lane, MadeRows
 from overland.data.mixture import MixedWindows, Mixture
 from overland.data.order import groups
 from overland.data.plan import LENGTH_STEP, Plan, Segment
@@ -27,12 +27,8 @@ from overland.data.windows import Reading, SourceWindows
 from overland.errors import DataError
 
 Array = npt.NDArray[np.int64]
-DOCUMENTS_PER_BLOCK = 4
-
-
-# None: a source of an earlier segment that is no longer available, and that nothing is read from.
-Lane: TypeAlias = "BlockStream | ImageStream | RandomBlocks | None"
-Corpora: TypeAlias = "Mapping[str, Corpus | ImageSet | RandomBlocks]"
+AnyCorpus: TypeAlias = Corpus | MadeRows
+Corpora: TypeAlias = Mapping[str, AnyCorpus]
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class NoDocuments(DataError):
 
 def one_kind(corpora: Corpora) -> Arrays | None:
     """Returns the arrays that all sources have, or None if all have tokens."""
-    kinds = {name: getattr(corpus, "arrays", None) for name, corpus in corpora.items()}
+    kinds = {name: corpus.arrays for name, corpus in corpora.items()}
     first = next(iter(kinds), "")
     for name, kind in kinds.items():
         if kind != kinds[first]:
@@ -84,7 +80,7 @@ class Sampler:
         if plan.mixture == "documents":
             for name, one in corpora.items():
                 if not isinstance(one, Corpus):
-                    raise NoDocuments("random tokens" if isinstance(one, RandomBlocks) else name)
+                    raise NoDocuments("random tokens" if one.arrays is None else name)
         self.corpora = corpora
         self.arrays = one_kind(corpora)
         self.windows = {
@@ -109,7 +105,7 @@ class Sampler:
         room = Room.of(len(whose), self._width(lanes.segment, batch), lanes.channels)
         pieces = []
         for number, mine in groups(whose):
-            pieces.append(self._of_tokens(lanes, number).read(places[mine], mine, room))
+            pieces.append(lanes.lanes[number].read(places[mine], mine, room))
         rows, begins = (np.concatenate(one) for one in zip(*pieces, strict=True))
         return Rows(
             room.tokens, room.num_tokens, rows, begins, room.sample, room.epoch, room.channels
@@ -123,8 +119,7 @@ class Sampler:
         into = self.arrays.empty(len(whose))
         sample, epoch = np.zeros((2, len(whose)), np.int64)
         for number, mine in groups(whose):
-            lane = self._at_hand(lanes, number)
-            assert not isinstance(lane, RandomBlocks)
+            lane = lanes.lanes[number]
             sample[mine], epoch[mine] = lane.read_samples(places[mine], mine, self.arrays, into)
         return Samples(into, sample, epoch)
 
@@ -143,11 +138,10 @@ class Sampler:
         `at_most`, if that is positive. Random tokens never end: None."""
         lanes = self.lanes(self.plan.segments[-1].first_batch)
         number, lane = self._only_lane(lanes)
-        if lane is None or isinstance(lane, RandomBlocks):
-            return None
         before = int(lanes.read_before[number])
         enough = before + at_most if at_most > 0 else sys.maxsize
-        return max(0, lane.num_blocks_in(epochs, enough) - before)
+        blocks = lane.num_blocks_in(epochs, enough)
+        return None if blocks is None else max(0, blocks - before)
 
     def num_rows(self, batch: int) -> int:
         """Returns the number of rows of a batch before the end of its segment's epochs: all of
@@ -158,22 +152,16 @@ class Sampler:
         if segment.epochs is None:
             return size
         number, lane = self._only_lane(lanes)
-        if lane is None or isinstance(lane, RandomBlocks):
-            return size
         first = int(lanes.read_until(batch)[number])
-        rows = lane.num_blocks_in(segment.epochs, first + size) - first
-        return rows if rows > 0 else size
+        blocks = lane.num_blocks_in(segment.epochs, first + size)
+        return size if blocks is None or blocks <= first else blocks - first
 
     def position(self, batch: int) -> tuple[int, int, int] | None:
         """Returns the epoch that a batch begins in, its place there, and the size of an epoch, or
         None if that cannot be computed, as for text."""
-        lanes = self.lanes(batch)
-        used = np.flatnonzero(lanes.mixture.shares).tolist()
-        lane = lanes.lanes[used[0]] if len(used) == 1 else None
-        if not isinstance(lane, ImageStream):
-            return None
-        size = len(lane.images)
-        return *divmod(int(lanes.read_until(batch)[used[0]]), size), size
+        lane, read = self._read_of_one(batch)
+        size = lane.epoch_size if lane is not None else None
+        return None if size is None else (*divmod(read, size), size)
 
     def epoch(self, batch: int) -> float | None:
         """Returns how many epochs of the only source were read before this batch, or None for
@@ -181,15 +169,16 @@ class Sampler:
         because another thread may be reading."""
         if batch == 0:
             return 0.0
-        lanes = self.lanes(batch - 1)
+        lane, read = self._read_of_one(batch - 1)
+        return None if lane is None else lane.epochs_before(read)
+
+    def _read_of_one(self, batch: int) -> tuple[Lane | None, int]:
+        """Returns the only lane that a batch is read from, if there is only one, and how many
+        blocks of it are read before."""
+        lanes = self.lanes(batch)
         used = np.flatnonzero(lanes.mixture.shares).tolist()
-        lane = lanes.lanes[used[0]] if len(used) == 1 else None
         read = int(lanes.read_until(batch)[used[0]])
-        if isinstance(lane, ImageStream):
-            return read / len(lane.images)
-        if isinstance(lane, BlockStream) and isinstance(lane.windows, SourceWindows):
-            return lane.epochs_before(read)
-        return None
+        return lanes.lanes[used[0]] if len(used) == 1 else None, read
 
     def _width(self, segment: Segment, batch: int) -> int:
         """Returns the tokens per row of a batch, including the one that is only predicted. If rows
@@ -198,8 +187,7 @@ class Sampler:
             return segment.seq_len + 1
         lanes, whose, places = self._turns(batch, 0, 1)
         longest = max(
-            int(self._of_tokens(lanes, number).lengths(places[mine]).max())
-            for number, mine in groups(whose)
+            int(lanes.lanes[number].lengths(places[mine]).max()) for number, mine in groups(whose)
         )
         given = -(-max(longest - 1, 1) // LENGTH_STEP) * LENGTH_STEP
         return min(given, segment.seq_len) + 1
@@ -226,7 +214,7 @@ class Sampler:
         return [
             origins
             for number, rows in groups(whose[:counted])
-            for origins in self._at_hand(lanes, number).origins(places[rows], rows)
+            for origins in lanes.lanes[number].origins(places[rows], rows)
         ]
 
     def _check_end(self, batch: int) -> None:
@@ -237,21 +225,8 @@ class Sampler:
         lanes = self.lanes(batch)
         after = self._read_after(lanes, batch)
         for lane, before, last in zip(lanes.lanes, lanes.read_until(batch), after, strict=True):
-            if isinstance(lane, BlockStream | ImageStream) and last > before:
-                lane.places([last - 1])
-
-    def _at_hand(self, lanes: Lanes, number: int) -> BlockStream | ImageStream | RandomBlocks:
-        lane = lanes.lanes[number]
-        if lane is None:
-            raise DataError(
-                f"the data source {self.names[number]} is no longer in the config: add it again"
-            )
-        return lane
-
-    def _of_tokens(self, lanes: Lanes, number: int) -> BlockStream | RandomBlocks:
-        lane = self._at_hand(lanes, number)
-        assert not isinstance(lane, ImageStream)
-        return lane
+            if last > before:
+                lane.require(last - 1)
 
     def _turns(self, batch: int, part: int, num_parts: int) -> tuple[Lanes, Array, Array]:
         lanes = self.lanes(batch)
@@ -290,12 +265,8 @@ class Sampler:
         same_weights = segment.weights == before.segment.weights
         is_kept = same_shape and (self.plan.mixture == "sequences" or same_weights)
         for number, old in enumerate(before.lanes):
-            if old is None:
-                lanes.append(None)
-            elif isinstance(old, RandomBlocks):
-                lanes.append(old.as_lane(number, segment.seq_len))
-            elif is_kept or isinstance(old, ImageStream):
-                lanes.append(old)
+            if is_kept or not isinstance(old, BlockStream):
+                lanes.append(old.in_segment(segment))
             else:
                 lanes.append(self._after(old, int(read[number]), segment))
                 read[number] = 0
@@ -307,29 +278,20 @@ class Sampler:
 
     def _after(self, old: BlockStream, read: int, segment: Segment) -> BlockStream:
         """Returns a lane that continues after the first `read` blocks of another."""
-        if read == 0:
-            rest, first = old.rest, old.first
-        else:
-            window, place = (int(one[0]) for one in old.places([read]))
-            first = old.window_behind(window)
-            is_cut = place or first < old.first
-            rest = Rest(old, window, place) if is_cut else None
-            first += 1 if rest else 0
-        if not isinstance(old.windows, MixedWindows):
-            name = getattr(old.windows, "name", None)
-            return BlockStream(old.windows, self._shape(segment, name), self.reading, first, rest)
-        return self._mixed(segment, old.windows.taken(first), rest)
+        rest, first = old.after(read)
+        if isinstance(old.windows, MixedWindows):
+            return self._mixed(segment, old.windows.taken(first), rest)
+        shape = self._shape(segment, old.windows.name)
+        return BlockStream(old.windows, shape, self.reading, first, rest)
 
     def _lane(self, name: str, segment: Segment) -> Lane:
-        corpus = self.corpora.get(name)
-        if corpus is None:
-            return None
-        if isinstance(corpus, RandomBlocks):
-            return corpus.as_lane(self.names.index(name), segment.seq_len)
-        if isinstance(corpus, ListedImages | RandomImages | ShapeImages):
-            epochs = self.plan.sources[name].max_epochs
-            return ImageStream(name, self.names.index(name), corpus, self.reading, epochs)
-        return BlockStream(self.windows[name], self._shape(segment, name), self.reading)
+        if name in self.windows:
+            return BlockStream(self.windows[name], self._shape(segment, name), self.reading)
+        made, number = self.corpora.get(name), self.names.index(name)
+        if not isinstance(made, MadeRows):
+            return Gone(name)
+        epochs = self.plan.sources[name].max_epochs
+        return made.as_lane(name, number, self.reading, epochs).in_segment(segment)
 
     def _mixed(self, segment: Segment, starts: list[int], rest: Rest | None = None) -> BlockStream:
         mixture = Mixture(self._weights(segment))
@@ -339,11 +301,10 @@ class Sampler:
 
     def _channels(self, segment: Segment) -> dict[str, str]:
         """Returns the channels of a segment: those of all sources that it reads."""
-        read = (self.corpora.get(name) for name, weight in segment.weights.items() if weight)
-        corpora = (corpus for corpus in read if isinstance(corpus, Corpus))
+        read = (name for name, weight in segment.weights.items() if weight and name in self.corpora)
         types: dict[str, list[str]] = {}
-        for corpus in corpora:
-            for name, dtype in corpus.channels.items():
+        for source in read:
+            for name, dtype in self.corpora[source].channels.items():
                 types.setdefault(name, []).append(dtype)
         # A type that can represent the values of all sources: an 8-bit integer cannot hold 0.5.
         return {name: np.result_type(*found).str for name, found in types.items()}
@@ -358,48 +319,3 @@ class Sampler:
             weights = segment.weights
             alike = max(1, round(alike * weights.get(name, 0) / sum(weights.values())))
         return Shape(segment.seq_len, segment.packing, segment.last_block, segment.pad_id, alike)
-
-
-@dataclass(frozen=True)
-class RandomBlocks:
-    """Uniform random ids, for proofs and benchmarks: block i depends only on the seed and i.
-
-    Blocks contain about `DOCUMENTS_PER_BLOCK` documents, for runs with document boundaries.
-    """
-
-    vocab_size: int
-    seed: int = 0
-    source: int = 0
-    """Its number in the plan."""
-    seq_len: int = 0
-
-    @property
-    def fingerprint(self) -> str:
-        return f"random-{self.vocab_size}"
-
-    def as_lane(self, source: int, seq_len: int) -> RandomBlocks:
-        return replace(self, source=source, seq_len=seq_len)
-
-    def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
-        begins = [
-            self._read(number, into.tokens[row])
-            for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
-        ]
-        piece_rows = np.repeat(rows, [len(one) for one in begins])
-        into.num_tokens[rows] = self.seq_len + 1
-        into.sample[rows], into.epoch[rows] = (self.source << 56) + numbers, 0
-        return piece_rows, np.concatenate(begins)
-
-    def lengths(self, numbers: Array) -> Array:
-        return np.full(len(numbers), self.seq_len + 1)
-
-    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
-        none = np.zeros_like(rows)
-        return [Origins(rows, none + self.source, numbers, none, none + self.seq_len + 1)]
-
-    def _read(self, number: int, row: Array) -> Array:
-        draw = np.random.default_rng((self.seed, number))
-        row[:] = draw.integers(self.vocab_size, size=self.seq_len + 1)
-        borders = draw.random(self.seq_len + 1) < DOCUMENTS_PER_BLOCK / self.seq_len
-        borders[0] = True
-        return np.flatnonzero(borders)

@@ -19,26 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.schema import JobConfig
-from overland.data.chat import (
-    ALPACA,
-    BUILT_IN,
-    GIVEN,
-    ChatError,
-    ChatTemplate,
-    Undecided,
-    encode,
-)
-from overland.data.conversations import (
-    Columns,
-    Record,
-    conversation,
-    further_keys,
-    has_parts,
-    prompts_are,
-    recognize,
-    renamed_roles,
-    unlearned_roles,
-)
+from overland.data.chat import GIVEN, ChatError, ChatTemplate, Undecided, encode
+from overland.data.conversations import Columns, Record, conversation, recognize
 from overland.data.shard import ANSWERS, TOKENS, WEIGHTS
 from overland.data.sources.marks import FileMark
 from overland.data.sources.source import Document, FileSource, Kind, Located, Source
@@ -46,16 +28,55 @@ from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import DEFAULT, WITH_TOOLS, Beside, find_file, read_text
 from overland.data.writer import NoTemplate, PairWriter, Skipped, Writer
 from overland.errors import DataError
+from overland.plugins import plugin
 from overland.words import any_of
 
 LOOKED_AT = 64  # records read to detect what the columns hold
-LEARNED = {
-    "assistant": "assistant turns",
-    "last": "the last assistant turn",
-    "all": "every token",
-}
 # Special tokens as most families of templates write them.
 TOKEN_LIKE = re.compile(r"<\|[A-Za-z0-9_]{1,40}\|>|<(?:start|end)_of_turn>")
+
+CHATML = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' -}}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}
+            {{- message['content'] + '<|im_end|>\\n' -}}
+        {%- endgeneration -%}
+    {%- else -%}
+        {{- message['content'] + '<|im_end|>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+# The prompt of Stanford's Alpaca. The tokenizer decides whether BOS precedes it.
+ALPACA = """\
+{%- for message in messages -%}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}
+            {{- message['content'] -}}{{- eos_token -}}
+        {%- endgeneration -%}
+    {%- elif message['role'] == 'system' -%}
+        {{- message['content'] + '\\n\\n' -}}
+    {%- else -%}
+        {%- if loop.first -%}
+            {{- 'Below is an instruction that describes a task' -}}
+            {%- if message['input'] -%}
+                {{- ', paired with an input that provides further context' -}}
+            {%- endif -%}
+            {{- '. Write a response that appropriately completes the request.\\n\\n' -}}
+        {%- endif -%}
+        {{- '### Instruction:\\n' + (message['instruction'] or message['content']) -}}
+        {%- if message['input'] -%}
+            {{- '\\n\\n### Input:\\n' + message['input'] -}}
+        {%- endif -%}
+        {{- '\\n\\n### Response:\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+BUILT_IN = {"chatml": CHATML, "alpaca": ALPACA}
 
 
 class ConversationSource(FileSource):
@@ -73,10 +94,7 @@ class ConversationSource(FileSource):
     ) -> None:
         """`first`: some of the records."""
         self.records, self.shape, self.writer, self.pairs = records, shape, writer, pairs
-        self.further, self.renamed = further_keys(first, shape), renamed_roles(first, shape)
-        self.unlearned = unlearned_roles(first, shape)
-        self.has_parts = has_parts(first, shape)
-        self.prompts = prompts_are(first, shape) if pairs is not None else ""
+        self.first = [dict(record) for record in first]
         super().__init__(records.root, records.files, records.skip_bad)
         self.format, self.column, self.dtype = records.format, records.column, records.dtype
         self.columns, self.is_walked = records.columns, records.is_walked
@@ -91,7 +109,8 @@ class ConversationSource(FileSource):
 
     @property
     def notes(self) -> list[str]:
-        return [f"{self.shape} (sft.shape){self._how()}", *super().notes, *self._surprises()]
+        notes: list[str] = plugin("chat_notes").notes_of(self, super().notes)
+        return notes
 
     def chunks(self) -> list[str]:
         return self.records.chunks()
@@ -144,60 +163,6 @@ class ConversationSource(FileSource):
             return self.pairs.sample(record, self.shape)
         sample = self.writer.sample(conversation(record, self.shape))
         return {TOKENS: sample.tokens, WEIGHTS: sample.weights}, sample.what
-
-    def _how(self) -> str:
-        """Describes how the conversations are written, and how the text to learn is found."""
-        template, learn = self.writer.template, self.writer.learn
-        learned = f"{LEARNED[learn]} (sft.learn)"
-        if template is None or self.shape.shape in ("text", "completion", "preference"):
-            plain = learn == "all" or self.shape.shape == "text"
-            answers = "answers" if self.shape.shape == "preference" else "completions"
-            written = "" if self.shape.shape == "text" else ", with texts unchanged"
-            if template is not None and written:
-                written += f" and turns formatted with {template.whose} (sft.chat_template)"
-            return f"{written}; trained on {'every token' if plain else f'the {answers}'}"
-        found = "" if learn == "all" else ", found by prefixes"
-        if found and template.is_marked:
-            found = ", found by its {% generation %} marks"
-        return f", formatted with {template.whose} (sft.chat_template); trained on {learned}{found}"
-
-    def _surprises(self) -> Iterator[str]:
-        template, tokenizer = self.writer.template, self.tokenizer
-        if self.prompts:
-            yield f"the prompt of chosen and rejected is {self.prompts}"
-        if self.renamed:
-            listed = [f"{theirs} is {ours}" for theirs, ours in self.renamed.items()]
-            yield f"roles are renamed as in ShareGPT: {any_of(listed, 'and')}"
-        if self.unlearned and self.writer.learn != "all":
-            yield (
-                f"turns by {any_of(self.unlearned, 'and')} are not learned, since only those by "
-                'assistant are (sft.shape = "sharegpt" renames them)'
-            )
-        if template is None or self.shape.shape == "text":
-            return
-        if unknown := unknown_tokens(template, tokenizer):
-            yield (
-                f"{template.whose} writes {any_of(unknown, 'and')}, which this tokenizer does not "
-                "have: it becomes ordinary text (set sft.new_tokens to add special tokens)"
-            )
-        left_out = [key for key in self.further if key not in template.source]
-        if left_out:
-            yield (
-                f"turns also have {any_of(left_out, 'and')}, which {template.whose} leaves out "
-                "(set sft.chat_template to use another template)"
-            )
-        if self.has_parts and not template.takes_parts:
-            yield f"contents are lists of texts, which are joined: {template.whose} takes only text"
-        if self.writer.learn != "all" and (header := header_of(template)):
-            yield (
-                f"{header!r} before each answer is learned, too: {template.whose} has neither "
-                "{% generation %} marks nor a generation prompt that would show where answers begin"
-            )
-        if template.asks_for_date and template.date is None:
-            yield (
-                f"{template.whose} may write the date of training; sft.date is not set, so it uses "
-                "its fallback for a missing date"
-            )
 
 
 def conversations_of(
@@ -369,20 +334,6 @@ def end_of_turn(config: JobConfig, tokenizer: Tokenizer) -> int | None:
     ids, weights = encode(tokenizer, written)
     ends = [i for i in ids[weights > 0].tolist() if i in tokenizer.specials.values()]
     return ends[-1] if ends else None
-
-
-def header_of(template: ChatTemplate) -> str:
-    """Returns what a template writes before each answer, if it is learned with the answer."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\u03a9"}]
-    try:
-        written = template.write(turns, [0, 1])
-    except ChatError:  # it requires something else, such as a system turn
-        return ""
-    names = {i: name for name, i in template.specials.items()}
-    units = [unit for piece in written.pieces
-             for unit in (piece if isinstance(piece, str) else [names[piece]])]  # fmt: skip
-    text = "".join(units[written.spans[0].start : written.spans[0].stop]) if written.spans else ""
-    return text.partition("\u03a9")[0].strip() if not template.is_marked else ""
 
 
 def unknown_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:

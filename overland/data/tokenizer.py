@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ from overland.data.tokenizer_encoders import (
     Spots,
     TextEncoder,
     Tiktoken,
-    need_for_text,
 )
 from overland.data.tokenizer_files import (
     ADDED,
@@ -44,7 +43,6 @@ from overland.errors import DataError
 from overland.world.records import record
 
 RULES = 1  # part of every fingerprint; increased when the same files give different ids
-END_OF_TEXT = "<|endoftext|>"
 PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
 SMALLEST = 257  # every byte, and the end-of-document token
 
@@ -136,10 +134,6 @@ class Tokenizer:
     @property
     def policy(self) -> Policy:
         return Policy(self.add_bos, self.add_eos)
-
-    @property
-    def end_id(self) -> int | None:
-        return self.eos_id
 
     @property
     def pad_id(self) -> int | None:
@@ -255,23 +249,6 @@ class Tokenizer:
         # Sent as a path: the libraries' own state is large, or cannot be pickled.
         how = (self.add_bos, self.add_eos, self.new_tokens)
         return _reopen, (self.path.absolute(), *how, self.fingerprint)
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE tokenizer on the texts and writes it as tokenizer.json."""
-    library = need_for_text("tokenizers")
-    byte_level = library.pre_tokenizers.ByteLevel
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=byte_level.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(path))
 
 
 def _reopen(

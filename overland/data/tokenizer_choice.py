@@ -7,37 +7,24 @@ tokenizer itself decides.
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from overland.config.schema import Data as Settings
 from overland.config.schema import DataSource, JobConfig
-from overland.data.corpora import AnyCorpus, Preparer, trained_size
+from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import CorpusLayout, read_layout
-from overland.data.registry import (
-    CHOICES,
-    find_built,
-    find_folder,
-    is_made,
-    open_wanted,
-    training_table,
-)
+from overland.data.plan import kept_plan
+from overland.data.registry import find_built
+from overland.data.sampler import AnyCorpus
 from overland.data.sft import tokenizer_for_chats
-from overland.data.sources import Source
-from overland.data.sources.marks import digest_of
-from overland.data.sources.source import BadDocument
-from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer, train_tokenizer
+from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
 from overland.errors import DataError
-from overland.files import publish
-from overland.run_folder import PLAN, TOKENIZER
+from overland.plugins import plugin
+from overland.run_folder import TOKENIZER
 
-# Most documents that a tokenizer is trained on; more change little at these vocabulary sizes.
-TOKENIZER_DOCUMENTS = 20_000
 OF_TRAINING = "that of the training data"
 
 
@@ -50,7 +37,8 @@ def tokenizer_for(
         return opened(Path(config.model.hf_assets_path).expanduser())
     if preparer.tokenizer is not None and preparer.tokenizer.is_dir():
         return opened(preparer.tokenizer)  # adding a source does not change it
-    made = partial(_trained, config, wanted, vocab_size, preparer.report, preparer.trains)
+    train = plugin("tokenizer_training").trained_tokenizer
+    made = partial(train, config, wanted, vocab_size, preparer.report, preparer.trains)
     path = preparer.once(made)
     return opened(Path(path)) if path else None
 
@@ -139,24 +127,9 @@ def asked_policy(config: JobConfig) -> Policy:
 
 def kept_policy(run: Path) -> Policy:
     """Returns the policy of an existing run, as far as it is known."""
-    try:
-        kept = json.loads((run / PLAN).read_text())
-    except (OSError, ValueError):
-        return UNKNOWN
-    if not isinstance(kept, dict):
-        return UNKNOWN
+    kept = kept_plan(run)
     found = (kept.get("add_bos"), kept.get("add_eos"))
     return Policy(*(one if isinstance(one, bool) else None for one in found))
-
-
-def trained_path(data: Settings, wanted: Mapping[str, DataSource], size: int) -> Path:
-    """Returns the path of the tokenizer that is trained on these sources."""
-    names = list(wanted)
-    places = [str(find_folder(name, wanted[name], data) or wanted[name].dataset) for name in names]
-    choices = [[getattr(one, key) for key in CHOICES] for one in wanted.values()]
-    parts = [names, places, *([choices] if any(map(any, choices)) else [])]
-    label = f"{names[0] if len(names) == 1 else 'mixture'}-{digest_of(parts)[:8]}"
-    return Path(data.folder).expanduser() / f"tokenizer-{label}-{size}" / "tokenizer.json"
 
 
 def _built_policy(config: JobConfig, wanted: Mapping[str, DataSource]) -> tuple[Policy, str]:
@@ -167,46 +140,6 @@ def _built_policy(config: JobConfig, wanted: Mapping[str, DataSource]) -> tuple[
             if layout.kind == "text":
                 return Policy(layout.add_bos, layout.add_eos), str(folder)
     return UNKNOWN, ""
-
-
-def _trained(
-    config: JobConfig,
-    wanted: Mapping[str, DataSource],
-    vocab_size: int | None,
-    report: Callable[[str], None],
-    trains: bool,
-) -> str | None:
-    """Returns the path of a tokenizer for the text among the sources, or None without text."""
-    data, size = config.data, trained_size(config.data, vocab_size)
-    path = trained_path(data, wanted, size)
-    if path.exists() or not trains:
-        return str(path) if path.exists() else None
-    texts = [source for name, one in wanted.items() if (source := _text(name, one, config))]
-    if not texts:
-        return None
-    report(f"training a tokenizer of {size:,} tokens (data.vocab_size) on {', '.join(wanted)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    train_tokenizer(_documents(texts), size, beside)
-    publish(beside, path)
-    return str(path)
-
-
-def _text(name: str, wanted: DataSource, config: JobConfig) -> Source | None:
-    """Returns the source if it is text that is not tokenized yet."""
-    if is_made(name, wanted) or find_built(name, wanted, config.data):
-        return None
-    source = open_wanted(config, training_table(config, name), name, wanted)
-    return source if source.kind == "text" else None
-
-
-def _documents(sources: list[Source]) -> Iterator[str]:
-    for source in sources:
-        texts = (str(text) for chunk in source.chunks() for text in source.read(chunk))
-        try:
-            yield from itertools.islice(texts, TOKENIZER_DOCUMENTS // len(sources))
-        except BadDocument as error:
-            raise DataError(f'{error}; data.bad_documents = "skip" skips it') from None
 
 
 def _check_policy(name: str, layout: CorpusLayout, asked: Policy) -> None:

@@ -23,8 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.tokenizer_files import Beside
-from overland.data.tokenizer_limits import check_rules, library_errors
+from overland.data.tokenizer_files import Beside, check_rules, library_errors
 from overland.errors import DataError
 from overland.plugins import need
 

@@ -73,6 +73,8 @@ class Documents:
 class Windows(Protocol):
     """An endless sequence of windows of documents, numbered from 0."""
 
+    name: str | None
+    """The name of the source, if there is only one."""
     key: str
     """Digest of everything that determines the content of a window."""
     per_epoch: int
@@ -116,7 +118,8 @@ class SourceWindows:
     ) -> None:
         """`name` and number are those of the plan: the corpus may have another name. `holdout` is
         the share of documents that is held out of training."""
-        self.name, self.source, self.corpus = name, source, corpus
+        self.name: str | None = name
+        self.source, self.corpus = source, corpus
         self.reading, self.max_epochs, self.holdout = reading, max_epochs, holdout
         self.announced = corpus.num_shards * corpus.documents_per_shard
         wanted = max(self.announced // reading.window_documents, corpus.num_shards // MAX_SHARDS, 1)

@@ -8,9 +8,10 @@ distinguish the answer from the prompt, as for conversations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from overland.config.schema import Preference
 from overland.data.chat import (
     ASSISTANT,
     ChatTemplate,
+    Message,
     Piece,
     RenderedChat,
     Span,
@@ -26,16 +28,15 @@ from overland.data.chat import (
     any_name_of,
     check_text,
     encode,
-    length_of,
-    split_specials,
 )
-from overland.data.conversations import SPEAKERS, Columns, Conversation, Learn, Record, joined, pair
+from overland.data.conversations import SPEAKERS, Columns, Conversation, Learn, Record, pair
 from overland.data.shard import ANSWERS, CHOSEN, REJECTED, TOKENS, WEIGHTS
 from overland.data.sources.marks import digest_of
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from overland.words import any_of
 
+Changes: TypeAlias = dict[str, tuple[Any, Any]]
 TooLong = Literal["error", "truncate", "drop", "split"]
 RULES = 2  # part of every fingerprint; increased when the same conversations give other tokens
 SHOWN = 80  # tokens of a sample, in a message
@@ -193,20 +194,23 @@ class Writer:
         return repr("".join(self.tokenizer.pieces(ids[:SHOWN].tolist()))) + more
 
 
-def what_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Returns a sentence for each difference between two identities."""
-    changes = []
-    for key in dict.fromkeys((*before, *after)):
-        old, new = before.get(key), after.get(key)
-        if old == new:
-            continue
+def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> Changes:
+    """Returns the earlier and the later value of each key that differs between two identities."""
+    values = {key: (before.get(key), after.get(key)) for key in dict.fromkeys((*before, *after))}
+    return {key: (old, new) for key, (old, new) in values.items() if old != new}
+
+
+def in_words(changes: Changes) -> list[str]:
+    """Returns a sentence for each key that has changed."""
+    words = []
+    for key, (old, new) in changes.items():
         if key == "sft.chat_template":
-            changes.append("conversations use another chat template (sft.chat_template)")
-        elif "." in key:
-            changes.append(f"{key} is {new!r} and was {old!r}")
+            words.append("conversations use another chat template (sft.chat_template)")
+        elif "." in key or key == "the column":
+            words.append(f"{key} is {new!r} and was {old!r}")
         else:
-            changes.append(f"records are read differently ({key})")
-    return changes
+            words.append(f"records are read differently ({key})")
+    return words
 
 
 @dataclass(frozen=True)
@@ -288,3 +292,26 @@ def prompt_length(weights: npt.NDArray[Any]) -> int:
 def _kept(places: npt.NDArray[Any], room: int, lost: str) -> npt.NDArray[Any]:
     """Returns the places to keep, without those on the side that is cut off."""
     return places[max(0, len(places) - room) :] if lost == "left" else places[:room]
+
+
+def joined(turns: Sequence[Message]) -> list[Message]:
+    """Returns the turns with the parts of each content joined to one text."""
+
+    def text(content: Any) -> Any:
+        parts = content if isinstance(content, list | tuple) else [content]
+        texts = [part["text"] if isinstance(part, Mapping) else part for part in parts]
+        return content if content is None else "".join(texts)
+
+    return [{**turn, "content": text(turn["content"])} if "content" in turn else turn
+            for turn in turns]  # fmt: skip
+
+
+def split_specials(text: str, specials: Mapping[str, int]) -> tuple[Piece, ...]:
+    """Splits a text in which the names of these special tokens stand for the tokens."""
+    parts = re.split(f"({any_name_of(specials).pattern})", text)
+    return tuple(specials.get(part, part) for part in parts if part)
+
+
+def length_of(pieces: Iterable[Piece]) -> int:
+    """Returns the length in characters; a special token counts as one."""
+    return sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces)

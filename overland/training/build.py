@@ -17,7 +17,6 @@ from overland.config.derived import model_name, optimizer_settings, resolve_degr
 from overland.config.schema import JobConfig
 from overland.data.arrays import require_fields
 from overland.data.prepare import training_data, validation_data
-from overland.data.registry import check_samples
 from overland.data.tokenizer import Tokenizer
 from overland.models.flops import casts_samples, sample_fields
 from overland.models.init import init_buffers, init_weights
@@ -111,8 +110,6 @@ def build_run(
     )
     fields, vocab_size = sample_fields(architecture), getattr(architecture, "vocab_size", None)
     casts = casts_samples(architecture)
-    if fields is not None:  # before a tokenizer is trained on text
-        once_for_all(partial(check_samples, config, fields, model_name(config), casts))
     beat.enter(Phase.BUILDING, doing="preparing the data")
     dataset = training_data(config, rows, vocab_size, preparer, folder.data, writes=world.is_first)
     if dataset.tokenizer is not None:
@@ -159,9 +156,6 @@ def build_run(
     make_ready(run, report)
     beat.enter(Phase.BUILDING, doing="preparing the data")
     if world.is_first:
-        if config.training.epochs is None:
-            for note in run.dataset.repeats(config.training.steps):
-                report(f"note: {note}")
         describe_run(run, asked)
     run.callbacks = build_callbacks(run)
     return run

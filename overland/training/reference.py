@@ -21,7 +21,7 @@ from torch import Tensor
 
 from overland.data.batch import Batch, digests, make_batch
 from overland.data.prepare import Dataset
-from overland.data.registry import sources_of
+from overland.data.wanted import sources_of
 from overland.errors import CheckpointError, DataError
 from overland.files import replace_file
 from overland.objectives.preference import REFERENCE

@@ -36,7 +36,7 @@ from overland.config.schema import (
     ValidationSet,
 )
 from overland.config.write import write_config
-from overland.data.registry import held_out_sources, sources_of
+from overland.data.wanted import held_out_sources, sources_of
 from overland.errors import OverlandError
 from overland.models.registry import model_config
 from overland.objectives import objective_for

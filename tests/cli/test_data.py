@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.apps.data.tokenizer_training import train_tokenizer
+from overland.data.tokenizer import Tokenizer
 from tests.cli.processes import overland
 from tests.data.sources.samples import expected_hashes, fixture
 

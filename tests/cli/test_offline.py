@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from overland.apps.data.tokenizer_training import train_tokenizer
 from overland.apps.proofs.checkpoint import verify
-from overland.data.tokenizer import train_tokenizer
 from tests.cli.processes import LIMIT_SECONDS, ROOT, TINY, environment, read_metrics
 from tests.data.tokenizer_folders import CORPUS
 

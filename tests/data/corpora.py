@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.data.corpus import Corpus, open_corpus
+from overland.data.layout import lay_out
 from overland.data.plan import Plan, PlannedSource, Segment
 from overland.data.sampler import Sampler
 from overland.data.sources.source import Source

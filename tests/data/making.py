@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from overland.apps.data.build import build
-from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.apps.data.tokenizer_training import train_tokenizer
+from overland.data.corpus import Corpus, open_corpus
 from overland.data.corpus_folder import read_layout
+from overland.data.layout import lay_out
 from overland.data.sources import Document, JsonLines, Kind
 from overland.data.sources.marks import digest_of
 from overland.data.sources.source import Source, Tokens
-from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.data.tokenizer import Tokenizer
 
 WORDS = ["the", "a", "train", "went", "over", "land", "and", "sea", "with", "tokens"]
 LIMIT_SECONDS = 600.0
@@ -72,7 +74,7 @@ class RandomTokens(Source):
         for _ in range(self.num_documents(chunk)):
             yield draw.integers(0, self.vocab_size, self.length, dtype=np.int64)
 
-    def fingerprint(self) -> str:
+    def identity(self, name: str) -> str:
         return digest_of([self.format, self.vocab_size, self.total, self.length, self.seed])
 
 

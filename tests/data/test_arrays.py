@@ -22,20 +22,20 @@ from overland.data import registry
 from overland.data.arrays import Arrays, Unfit
 from overland.data.batch import Batch, digests
 from overland.data.corpora import Preparer
-from overland.data.corpus import lay_out
+from overland.data.layout import lay_out
 from overland.data.ledger import Ledger
 from overland.data.loader import load_batch
 from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.registry import register_source
 from overland.data.shard import open_shard
 from overland.data.sources import open_source
-from overland.data.sources.source import Source
+from overland.data.sources.source import as_source
 from overland.errors import DataError
 
 ROWS = 8
 
 
-class Pictures(Source):
+class Pictures:
     """Numbered pictures: every pixel of picture i is i, and so is its label."""
 
     kind = "arrays"
@@ -256,7 +256,7 @@ def test_sources_that_hold_different_things_are_not_mixed(tmp_path: Path) -> Non
 
 
 def test_a_built_corpus_of_arrays_reads_as_its_source_does(tmp_path: Path) -> None:
-    source: Any = Pictures()
+    source = as_source(Pictures())
     folder = lay_out("pictures", source, None, tmp_path, shard_documents=10)
     built = build(folder, source, None, processes=1)
     assert built.documents == 53

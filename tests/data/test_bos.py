@@ -9,11 +9,12 @@ import pytest
 
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
-from overland.data.corpus import lay_out, open_corpus
-from overland.data.registry import sources_of
+from overland.data.corpus import open_corpus
+from overland.data.layout import lay_out
 from overland.data.sources import open_source
 from overland.data.tokenizer import UNKNOWN, Tokenizer
 from overland.data.tokenizer_choice import asked_policy, one_tokenizer, open_tokenizer
+from overland.data.wanted import sources_of
 from overland.errors import DataError
 from overland.run_folder import RunFolder
 from overland.training.resume import preparer_for
@@ -49,7 +50,7 @@ def test_a_resumed_run_keeps_its_own(tmp_path: Path, tokenizer: Tokenizer, add_b
     folder = RunFolder(config)
     assert preparer_for(config, folder).policy == UNKNOWN
     (run / "data").mkdir(parents=True)
-    (run / "data" / "plan.json").write_text(json.dumps({"add_bos": add_bos}))
+    (run / "data" / "plan.json").write_text(json.dumps({"plan": {}, "add_bos": add_bos}))
     (folder.checkpoints / "step_1").mkdir(parents=True)
     (folder.checkpoints / "step_1" / "COMMITTED").write_text("{}")
     found = opened(config, tokenizer, preparer_for(config, folder))

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from overland.apps.data.build import build
-from overland.data.corpus import lay_out, open_corpus
+from overland.data.corpus import open_corpus
 from overland.data.corpus_folder import read_layout
+from overland.data.layout import lay_out
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.cli.processes import ROOT, environment

@@ -17,7 +17,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from overland.data import chat_renderer
-from overland.data.chat import CHATML, ChatError, ChatTemplate, Undecided, encode
+from overland.data.chat import ChatError, ChatTemplate, Undecided, encode
+from overland.data.sft import CHATML
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.data.chats import (

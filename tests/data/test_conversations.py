@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 
+from overland.apps.data.chat_notes import prompts_are, renamed_roles
 from overland.data.chat import ChatError, Undecided
-from overland.data.conversations import (
-    Columns,
-    Conversation,
-    conversation,
-    joined,
-    pair,
-    prompts_are,
-    recognize,
-    renamed_roles,
-)
+from overland.data.conversations import Columns, Conversation, conversation, pair, recognize
+from overland.data.writer import joined
 from overland.errors import DataError
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}

@@ -11,7 +11,8 @@ import pytest
 from overland.apps.data.build import build
 from overland.data import corpus as corpus_module
 from overland.data import shard as shard_module
-from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.data.corpus import Corpus, open_corpus
+from overland.data.layout import lay_out
 from overland.data.sampler import Sampler
 from overland.data.sources import Document, Source, open_source
 from overland.data.tokenizer import Tokenizer

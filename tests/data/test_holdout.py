@@ -14,11 +14,12 @@ import pytest
 from overland.apps.check.rehearsal import require_start
 from overland.checks import load_checked
 from overland.config.errors import ConfigError
-from overland.config.load import Loaded, load_config
+from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
-from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.data.corpus import Corpus, open_corpus
 from overland.data.holdout import held_out_documents, kept_share
+from overland.data.layout import lay_out
 from overland.data.leakage import foreign_validation
 from overland.data.plan import Plan
 from overland.data.prepare import Dataset, training_data, validation_data
@@ -228,24 +229,6 @@ def test_a_number_is_exact_over_all_sources_and_copies_are_on_one_side(
     assert len(trained | held) == 50
     with pytest.raises(DataError, match="50 different documents"):
         training_data(config_of(sources, tmp_path / "data", tokenizer, 50), 4, None, Preparer())
-
-
-def test_the_same_data_under_two_names_is_told(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    (tmp_path / "text").mkdir()
-    files = {name: tmp_path / "text" / f"{name}.jsonl" for name in ("a", "b", "c")}
-    for name, path in files.items():
-        word = "two" if name == "c" else "one"
-        path.write_text("".join(json.dumps({"text": f"{word} {i}"}) + "\n" for i in range(9)))
-    config = config_of({**files, "d": files["c"]}, tmp_path / "data", tokenizer, 0)
-    said: list[str] = []
-    training_data(config, 4, None, Preparer(report=said.append))
-    found = [line for line in said if "same data" in line]
-    assert [line.partition(", so")[0] for line in found] == [
-        "note: b has the same data as a", "note: d has the same data as c",
-    ]  # fmt: skip
-    checked = [problem.message for problem in require_start(Loaded(config, [], "a.toml"))]
-    assert {line.removeprefix("note: ") for line in found} <= {*checked}
-    assert not [line for line in said if "made again" in line]
 
 
 def test_two_folders_with_equal_file_names_are_no_change(

@@ -11,8 +11,9 @@ import pytest
 
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
+from overland.data.lanes import RandomBlocks
 from overland.data.plan import MixedBy, Plan, PlannedSource, Segment
-from overland.data.sampler import RandomBlocks, Sampler
+from overland.data.sampler import Sampler
 from overland.data.windows import Reading
 from overland.errors import DataError
 from tests.data.corpora import Distinct, Numbered, make_corpus, one_segment, rows_of

@@ -17,17 +17,16 @@ from overland.apps.data.build import build
 from overland.checks.hyperparameters import check_objective, check_sft
 from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
-from overland.data.chat import CHATML
 from overland.data.corpora import Preparer
-from overland.data.corpus import lay_out
+from overland.data.layout import lay_out
 from overland.data.loader import load_batch
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, training_data, validation_data
-from overland.data.registry import open_wanted, sources_of
 from overland.data.rows import IGNORED
-from overland.data.sft import ConversationSource
+from overland.data.sft import CHATML, ConversationSource
 from overland.data.sources import StandardLibrary
 from overland.data.tokenizer import Tokenizer
+from overland.data.wanted import open_wanted, sources_of
 from overland.data.writer import OTHER_ROLES
 from overland.errors import DataError
 from tests.data.chats import ASKS, LLAMA3, MARKED, ROLES, TALK, write_lines, write_tokenizer
@@ -471,7 +470,7 @@ def test_settings_that_cannot_be_used_are_named(
 
 
 def test_a_tokenizer_without_a_template_or_its_tokens_is_told(tmp_path: Path, talks: Path) -> None:
-    from overland.data.tokenizer import train_tokenizer
+    from overland.apps.data.tokenizer_training import train_tokenizer
 
     (tmp_path / "bare").mkdir()
     train_tokenizer(["a b"], 300, tmp_path / "bare" / "tokenizer.json")

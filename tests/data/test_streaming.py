@@ -11,8 +11,9 @@ import pytest
 from overland.apps.data.build import build
 from overland.data import corpus as corpus_module
 from overland.data.corpora import Preparer
-from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.data.corpus import Corpus, open_corpus
 from overland.data.corpus_folder import CorpusLayout
+from overland.data.layout import lay_out
 from overland.data.prepare import training_data
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError

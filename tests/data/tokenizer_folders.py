@@ -8,7 +8,7 @@ from pathlib import Path
 import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from overland.data.tokenizer import train_tokenizer
+from overland.apps.data.tokenizer_training import train_tokenizer
 from overland.data.tokenizer_encoders import SPLIT
 
 CORPUS = [Path(json.__file__).with_name(name).read_text() for name in ("decoder.py", "encoder.py")]

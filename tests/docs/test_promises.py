@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from overland.apps.data.tokenizer_training import train_tokenizer
 from overland.cli.common import is_user_error
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
-from overland.data.corpus import lay_out
+from overland.data.layout import lay_out
 from overland.data.sources import TextFolder
-from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError, sentence
 from overland.training.main import with_fresh_folder
 from tests.cli.processes import ROOT

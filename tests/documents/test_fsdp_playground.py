@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.data.tokenizer import train_tokenizer
+from overland.apps.data.tokenizer_training import train_tokenizer
 from overland.world.launch import free_port
 from tests.cli.processes import losses, read_metrics
 from tests.data.chats import write_lines

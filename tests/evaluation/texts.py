@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from overland.data.tokenizer import train_tokenizer
+from overland.apps.data.tokenizer_training import train_tokenizer
 from tests.data.chats import PLAIN_CHATML, ROLES, write_tokenizer
 from tests.jobs import write_model
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,20 +13,23 @@ import numpy as np
 from overland.config.schema import DataSource, JobConfig
 from overland.data.arrays import Arrays
 from overland.data.corpora import (
-    AnyCorpus,
     Preparer,
     check_vocabulary,
     named_by_keys,
     open_named_corpus,
     shard_documents,
 )
+from overland.data.corpus_folder import CorpusLayout
 from overland.data.holdout import check_countable
-from overland.data.layout import count_shards, sketch
-from overland.data.registry import find_built, is_made, is_validation, open_wanted
+from overland.data.layout import group, policy_of, weigh
+from overland.data.registry import find_built, is_made
+from overland.data.sampler import AnyCorpus
 from overland.data.shard_maker import ShardMaker
 from overland.data.sources import Source
-from overland.data.sources.array_list import ArrayList
+from overland.data.sources.image_files import ArrayList
+from overland.data.sources.marks import FileMark
 from overland.data.tokenizer import Tokenizer
+from overland.data.wanted import is_validation, open_wanted
 from overland.errors import DataError
 from overland.words import any_of, counted_words
 
@@ -127,3 +132,33 @@ def _beginning(
             f"note: {name} has {more}{tokens:,} {layout.unit}, less than a batch of {batch:,}"
         )
     return Beginning(source, layout.arrays, documents if is_all else None, layout.kind)
+
+
+def sketch(
+    name: str,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    *,
+    skip_bad: bool = False,
+    vocab_size: int | None = None,
+) -> CorpusLayout:
+    """Describes how the documents of a source would become tokens. The result has no folder and no
+    shards: it is for trying a source before anything is written."""
+    return CorpusLayout(
+        name=name,
+        fingerprint="",
+        request="",
+        source=str(source.place),
+        **policy_of(name, source, tokenizer, skip_bad, vocab_size),
+        num_shards=0,
+        documents_per_shard=0,
+        folder=Path(os.devnull),
+    )
+
+
+def count_shards(source: Source, shard_documents: int) -> int:
+    """Returns the number of shards that `lay_out` would make."""
+    chunks = list(source.chunks())
+    files = {file for chunk in chunks for file in source.files_of(chunk)}
+    marks = {file: FileMark((source.root / file).stat().st_size, 0, "") for file in files}
+    return len(group(chunks, weigh(source, chunks, marks, 0), shard_documents))

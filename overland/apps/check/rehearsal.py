@@ -29,27 +29,36 @@ from overland.config.load import Loaded, in_order
 from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
 from overland.data.arrays import Arrays, require_fields
-from overland.data.corpora import AnyCorpus, Preparer, check_same_tokenizer, trained_size
+from overland.data.corpora import (
+    ANOTHER_TOKENIZER,
+    Preparer,
+    changed_settings,
+    changed_source,
+    find_corpus,
+    is_of_another_tokenizer,
+    streams_root,
+    trained_size,
+)
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import is_corpus
 from overland.data.holdout import check_fewer, require_both_sides
-from overland.data.leakage import check_held_out, same_data
-from overland.data.plan import Plan, check_same_holdout, check_same_order
+from overland.data.leakage import check_held_out
+from overland.data.plan import ChangedSource, Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of, training_data
-from overland.data.registry import (
+from overland.data.registry import find_built, is_made
+from overland.data.sampler import AnyCorpus, NoDocuments
+from overland.data.sources.image_files import is_array_list
+from overland.data.tokenizer import SMALLEST, Tokenizer
+from overland.data.tokenizer_choice import OF_TRAINING, asked_policy, one_tokenizer, tokenizer_for
+from overland.data.wanted import (
     VALIDATION,
-    held_by_wanted,
     held_out_sources,
-    is_made,
+    made_images,
+    open_wanted,
     sources_of,
     training_table,
     validation_table,
 )
-from overland.data.sampler import NoDocuments
-from overland.data.sources import Source
-from overland.data.sources.array_list import is_array_list
-from overland.data.tokenizer import SMALLEST, Tokenizer
-from overland.data.tokenizer_choice import OF_TRAINING, asked_policy, one_tokenizer, tokenizer_for
 from overland.errors import CheckpointError, DataError, MismatchError, ModelError
 from overland.models.build import build_undivided
 from overland.models.flops import casts_samples, sample_fields
@@ -165,10 +174,6 @@ class Rehearsal:
                 found = self.look(training_table(config, name), name, source)
                 corpora |= {name: found} if isinstance(found, Corpus) else {}
                 begun |= {name: found} if isinstance(found, Beginning) else {}
-        with self.recorded("data.sources"):
-            places: dict[str, Source | Path] = {n: one.folder for n, one in corpora.items()}
-            places |= {name: one.source for name, one in begun.items()}
-            self.note(*(same_data(places, wanted) if len(wanted) > 1 else []))
         with self.recorded("data.holdout"):
             counts = {name: one.documents for name, one in begun.items()}
             counts |= {name: num_documents(one) for name, one in corpora.items()}
@@ -285,6 +290,31 @@ class Rehearsal:
         if words := lack_of_room(RunFolder(config).checkpoints, config.checkpoint, size):
             key = "job.dump_folder"
             self.problems.append(Problem(words, self.loaded.where(key), key, kind="note"))
+
+
+def held_by_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) -> Arrays | None:
+    """Returns the arrays of a source that a config names, or None for text and tokens."""
+    if is_made(name, wanted):
+        images = made_images(name, wanted, config)
+        return None if images is None else images.arrays
+    source = open_wanted(config, table, name, wanted)
+    return Arrays.declared(name, source.fields) if source.kind == "arrays" else None
+
+
+def check_same_tokenizer(plan: Plan, config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Raises an error if a run was trained with another tokenizer, as far as the corpora that it
+    read still exist."""
+    for name, wanted in sources_of(config).items():
+        if name not in plan.sources or find_built(name, wanted, config.data):
+            continue
+        before = find_corpus(streams_root(config), plan.sources[name].fingerprint)
+        if before is None:
+            continue
+        if is_of_another_tokenizer(before, config, tokenizer):
+            raise ChangedSource(name, (ANOTHER_TOKENIZER,))
+        source = open_wanted(config, training_table(config, name), name, wanted)
+        if changed_settings(before, source):
+            raise changed_source(name, before, source)
 
 
 def num_documents(corpus: Corpus) -> int | None:

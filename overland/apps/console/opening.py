@@ -10,7 +10,7 @@ from overland.apps.console.readme import parameters_in_words, strategy_in_words
 from overland.checkpoint.folder import committed
 from overland.config.derived import Degrees, model_name, rows_per_step
 from overland.config.schema import JobConfig
-from overland.data.registry import held_out_sources, sources_of, validates_on_holdout
+from overland.data.wanted import held_out_sources, sources_of, validates_on_holdout
 from overland.models.flops import measure_of
 from overland.run_folder import RunFolder
 from overland.training.fit import GIB, estimate

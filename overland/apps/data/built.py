@@ -1,5 +1,5 @@
-"""A built corpus as a source, to describe it or to evaluate on it. Training reads its shards as they
-are."""
+"""A built corpus as a source, to describe it or to evaluate on it. Training reads its shards
+themselves."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from overland.config.schema import Data, Debug, JobConfig, Model, Training
+from overland.data.batch import Array
 from overland.data.corpora import Preparer
 from overland.data.loader import read_ahead
 from overland.data.pack import Packing
 from overland.data.prepare import Dataset, training_data
-from overland.data.batch import Array
 from overland.data.rows import RowFields, Rows, tokens_and_labels, with_borders
 from overland.data.sources import open_source
 from overland.errors import ChoiceRequired, DataError
@@ -134,7 +134,7 @@ class TrainLoader:
     def __len__(self) -> int:
         """Returns the number of batches in one pass over the data, if that is known already."""
         corpora = self.dataset.rows.corpora.values()
-        if self._length is None and not all(getattr(one, "is_complete", True) for one in corpora):
+        if self._length is None and not all(one.is_complete for one in corpora):
             raise TypeError(
                 "the text is tokenized while it is read, so the number of batches is not known "
                 "yet: num_batches() tokenizes all of it and counts them"

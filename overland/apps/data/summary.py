@@ -11,7 +11,7 @@ import numpy as np
 
 from overland.data.arrays import Field
 from overland.data.shard import TOKENS
-from overland.data.sources.source import Document, FileSource, Source
+from overland.data.sources.source import Document, Source
 from overland.errors import DataError
 from overland.words import number_of
 

@@ -11,10 +11,9 @@ from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.sampling import Sampling
 from overland.config.schema import JobConfig
 from overland.data.chat import ASSISTANT, Message
-from overland.data.conversations import joined
 from overland.data.sft import end_of_turn, templates_of
 from overland.data.tokenizer import Tokenizer
-from overland.data.writer import NoTemplate
+from overland.data.writer import NoTemplate, joined
 from overland.errors import DataError
 
 

@@ -26,22 +26,18 @@ from overland.data.corpus_folder import CorpusLayout
 from overland.data.holdout import held_out_documents
 from overland.data.leakage import foreign_validation
 from overland.data.prepare import validation_data
-from overland.data.registry import (
-    find_folder,
-    held_out_sources,
-    is_built_in,
-    is_made,
-    open_by_name,
-    open_wanted,
-    source_names,
-    validates_on_holdout,
-    validation_table,
-)
+from overland.data.registry import find_folder, is_built_in, is_made, open_by_name, source_names
 from overland.data.shard import TOKENS, WEIGHTS
 from overland.data.sources.marks import FileMark, digest_of
 from overland.data.sources.source import BadDocument, Kind, Source
 from overland.data.sources.source import Document as Raw
 from overland.data.tokenizer import Tokenizer
+from overland.data.wanted import (
+    held_out_sources,
+    open_wanted,
+    validates_on_holdout,
+    validation_table,
+)
 from overland.errors import ChoiceRequired, DataError
 from overland.words import any_of
 

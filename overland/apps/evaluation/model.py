@@ -433,4 +433,4 @@ def _end_ids(source: LazyCheckpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _end_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    return (tokenizer.end_id,) if tokenizer and tokenizer.end_id is not None else ()
+    return (tokenizer.eos_id,) if tokenizer and tokenizer.eos_id is not None else ()

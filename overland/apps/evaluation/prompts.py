@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.data.chat import ASSISTANT, ChatError, Message, split_specials
+from overland.data.chat import ASSISTANT, ChatError, Message
 from overland.data.conversations import Columns, conversation
 from overland.data.tokenizer import Tokenizer
+from overland.data.writer import split_specials
 from overland.errors import DataError
 from overland.words import any_of
 

@@ -94,7 +94,7 @@ def sample(run: Run, tokenizer: Tokenizer) -> str:
         given = to_answer(run.config, tokenizer, turns_of(prompt))
         end_id = end_of_turn(run.config, tokenizer)
     else:
-        given, end_id = encode_prompt(tokenizer, prompt), tokenizer.end_id
+        given, end_id = encode_prompt(tokenizer, prompt), tokenizer.eos_id
     ends = () if end_id is None else (end_id,)
     model = run.model.parts[0].eval()
     dtype = next(model.parameters()).dtype

@@ -8,22 +8,18 @@ front to back.
 from overland.data.sources.arrow_parquet import Arrow, Parquet
 from overland.data.sources.jsonl import JsonLines
 from overland.data.sources.marks import FileMark
-from overland.data.sources.mds import MDS
+from overland.data.sources.numpy_tokens import NumpyTokens
 from overland.data.sources.open import open_source
 from overland.data.sources.source import Document, FileSource, Kind, Source, as_source
-from overland.data.sources.text import Docstrings, StandardLibrary, TextFolder
-from overland.data.sources.token_files import Megatron, NumpyTokens
+from overland.data.sources.text import StandardLibrary, TextFolder
 
 __all__ = [
-    "MDS",
     "Arrow",
-    "Docstrings",
     "Document",
     "FileMark",
     "FileSource",
     "JsonLines",
     "Kind",
-    "Megatron",
     "NumpyTokens",
     "Parquet",
     "Source",

@@ -10,13 +10,14 @@ from overland.data.sources.compression import bare_suffix
 from overland.data.sources.csv_rows import CSV_SUFFIXES, CsvRows, header
 from overland.data.sources.huggingface import choose_split, read_together, saved_files, select_files
 from overland.data.sources.jsonl import JSON_SUFFIXES, JsonLines
-from overland.data.sources.mds import MDS, is_mds
+from overland.data.sources.numpy_tokens import NumpyTokens
 from overland.data.sources.source import FileSource, LeftOut, walk
 from overland.data.sources.text import TEXT_SUFFIXES, TextFolder
-from overland.data.sources.token_files import Megatron, NumpyTokens
 from overland.errors import DataError
+from overland.files import read_json
 from overland.plugins import plugin
 
+INDEX = "index.json"  # of MDS shards
 SUFFIXES = {
     "parquet": {".parquet"},
     "arrow": {".arrow", ".feather"},
@@ -62,7 +63,7 @@ def open_source(
         path = index
     if not path.exists():
         raise DataError(f"{path} does not exist")
-    if path.name == "index.json" and is_mds(path.parent):
+    if path.name == INDEX and is_mds(path.parent):
         path = path.parent
     if path.is_file():
         name = _format_of(path)
@@ -78,7 +79,8 @@ def open_source(
         return built
     mds = _mds_folder(path, subset, split, held_out)
     if mds is not None:
-        return MDS(mds, column, dtype, skip_bad)
+        shards: FileSource = plugin("mds").MDS(mds, column, dtype, skip_bad)
+        return shards
     saved = saved_files(path, subset, split, held_out)
     if saved is not None:
         folder, files = saved
@@ -103,7 +105,8 @@ def _open(
     if name in ("megatron", "numpy") and column not in (None, "text"):
         raise DataError(f"{root} is in {name} format: it has no columns, so there is no {column!r}")
     if name == "megatron":
-        return Megatron(root, files, skip_bad)
+        pairs: FileSource = plugin("megatron").Megatron(root, files, skip_bad)
+        return pairs
     if name == "numpy":
         return NumpyTokens(root, files, dtype, skip_bad)
     if name == "text":
@@ -182,6 +185,18 @@ def _format_of(path: Path) -> str | None:
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return "megatron"
     return name if name in LINES or bare_suffix(path) == path.suffix.lower() else None
+
+
+def is_mds(folder: Path) -> bool:
+    """Whether a folder has an index of shards, or a broken index next to shards."""
+    try:
+        index = read_json(folder / INDEX)
+    except OSError:
+        return False
+    except ValueError:
+        index = None
+    is_right = isinstance(index, dict) and isinstance(index.get("shards"), list)
+    return is_right or any(folder.glob("*.mds*"))
 
 
 def _mds_folder(path: Path, subset: str | None, split: str | None, held_out: bool) -> Path | None:

@@ -12,7 +12,8 @@ import torch
 from overland.apps.convert.formats import LazyCheckpoint, Options
 from overland.apps.convert.formats.hf import write_hf
 from overland.apps.convert.formats.lazy import held
-from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.apps.data.tokenizer_training import train_tokenizer
+from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import companions_in
 from overland.models import DecoderConfig, build_model
 from overland.models.init import init_weights

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from overland.apps.data.mds import read_mds_index, read_shard
+from overland.apps.data.megatron import HEAD, MAGIC, read_megatron_index
 from overland.data.sources.huggingface import subset_files
-from overland.data.sources.mds import is_mds, read_mds_index, read_shard
-from overland.data.sources.token_files import HEAD, MAGIC, read_megatron_index
+from overland.data.sources.open import is_mds
 from overland.data.tokenizer_files import Beside
 from overland.errors import DataError
 from tests.limited import limited

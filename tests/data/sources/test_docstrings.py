@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from overland.apps.data.docstrings import Docstrings, questions
 from overland.config.schema import Data, DataSource
 from overland.data.registry import open_by_name
-from overland.data.sources import Docstrings
 from overland.data.sources.columns import WHOLE
-from overland.data.sources.text import questions
 from overland.errors import DataError
 
 SOURCE = '''

@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from overland.data.sources import MDS, open_source
+from overland.apps.data.mds import MDS
+from overland.data.sources import open_source
 from tests.data.sources.samples import (
     MDS_FIXTURES,
     MEGATRON_FIXTURES,
@@ -62,7 +63,7 @@ def test_a_megatron_pair_is_found_by_folder_prefix_or_file(name: str) -> None:
 
 def test_megatron_chunks_are_ranges_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     folder, expected = fixture("megatron_uint16")
-    monkeypatch.setattr("overland.data.sources.token_files.DOCUMENTS_PER_CHUNK", 7)
+    monkeypatch.setattr("overland.apps.data.megatron.DOCUMENTS_PER_CHUNK", 7)
     source = open_source(folder)
     assert [source.num_documents(chunk) for chunk in source.chunks()] == [7] * 8 + [4]
     assert hashes(source) == expected_hashes(expected)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from overland.apps.data.megatron import HEAD, MAGIC
 from overland.apps.data.summary import summarize
 from overland.data.sources import compression, csv_rows, jsonl, open_source
-from overland.data.sources.token_files import HEAD, MAGIC
 from tests.limited import limited
 
 MIB = 1 << 20

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overland.data.sources import MDS, open_source
+from overland.apps.data.mds import MDS
+from overland.data.sources import open_source
 from overland.errors import DataError
 from tests.data.sources.samples import copied, read_all
 

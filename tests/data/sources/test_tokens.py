@@ -64,7 +64,7 @@ def test_a_megatron_index_without_its_tokens_is_named(tmp_path: Path) -> None:
 
 
 def test_rows_of_an_array_are_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overland.data.sources.token_files.ROWS_PER_CHUNK", 2)
+    monkeypatch.setattr("overland.data.sources.numpy_tokens.ROWS_PER_CHUNK", 2)
     rows = np.arange(15, dtype=np.uint16).reshape(5, 3)
     np.save(tmp_path / "a.npy", rows)
     source = open_source(tmp_path)
@@ -75,7 +75,7 @@ def test_rows_of_an_array_are_documents(tmp_path: Path, monkeypatch: pytest.Monk
 def test_an_array_in_one_row_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overland.data.sources.token_files.PIECE_TOKENS", 4)
+    monkeypatch.setattr("overland.data.sources.numpy_tokens.PIECE_TOKENS", 4)
     np.save(tmp_path / "a.npy", np.arange(10, dtype=">i4"))
     assert ids(tmp_path) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from overland.data.sources.columns import WHOLE, Column, ColumnSample, choose_column
 from overland.data.sources.compression import decompress, most_unfolded, reading
+from overland.data.sources.open import INDEX
 from overland.data.sources.source import (
     TOKEN_DTYPES,
     Document,
@@ -35,7 +36,6 @@ from overland.errors import ChoiceRequired, DataError
 from overland.files import read_json, what_is_wrong
 
 LOOKED_AT = 100  # samples read to decide what a column of JSON holds
-INDEX = "index.json"
 LARGEST_SHARD = 2**32 - 1  # what a shard's own table of 32-bit offsets can reach
 # Codes that a value begins with if the encoding's name does not specify the type.
 DTYPES = {
@@ -226,18 +226,6 @@ class MDSShard:
     def stored(self, root: Path) -> ListedFile:
         """Returns the shard's file on disk, which may already be decompressed."""
         return self.raw if self.zipped is None or (root / self.raw.name).exists() else self.zipped
-
-
-def is_mds(folder: Path) -> bool:
-    """Whether a folder has an index of shards, or a broken index next to shards."""
-    try:
-        index = read_json(folder / INDEX)
-    except OSError:
-        return False
-    except ValueError:
-        index = None
-    is_right = isinstance(index, dict) and isinstance(index.get("shards"), list)
-    return is_right or any(folder.glob("*.mds*"))
 
 
 def read_mds_index(root: Path) -> dict[str, MDSShard]:

@@ -1,0 +1,96 @@
+"""Trains a tokenizer on the text of a run that has none."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from overland.config.derived import model_name
+from overland.config.schema import Data as Settings
+from overland.config.schema import DataSource, JobConfig
+from overland.data.arrays import require_fields
+from overland.data.corpora import trained_size
+from overland.data.registry import find_built, find_folder, is_made
+from overland.data.sources import Source
+from overland.data.sources.marks import digest_of
+from overland.data.sources.source import BadDocument
+from overland.data.tokenizer_encoders import need_for_text
+from overland.data.wanted import CHOICES, open_wanted, taken_by_model, training_table
+from overland.errors import DataError
+from overland.files import publish
+
+# Most documents that a tokenizer is trained on; more change little at these vocabulary sizes.
+TOKENIZER_DOCUMENTS = 20_000
+END_OF_TEXT = "<|endoftext|>"
+
+
+def trained_tokenizer(
+    config: JobConfig,
+    wanted: Mapping[str, DataSource],
+    vocab_size: int | None,
+    report: Callable[[str], None],
+    trains: bool,
+) -> str | None:
+    """Returns the path of a tokenizer for the text among the sources, or None without text."""
+    data, size = config.data, trained_size(config.data, vocab_size)
+    path = trained_path(data, wanted, size)
+    if path.exists() or not trains:
+        return str(path) if path.exists() else None
+    texts = [source for name, one in wanted.items() if (source := _text(name, one, config))]
+    if not texts:
+        return None
+    report(f"training a tokenizer of {size:,} tokens (data.vocab_size) on {', '.join(wanted)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    train_tokenizer(_documents(texts), size, beside)
+    publish(beside, path)
+    return str(path)
+
+
+def _text(name: str, wanted: DataSource, config: JobConfig) -> Source | None:
+    """Returns the source if it is text that is not tokenized yet."""
+    if is_made(name, wanted) or find_built(name, wanted, config.data):
+        return None
+    source = open_wanted(config, training_table(config, name), name, wanted)
+    if source.kind != "text":
+        return None
+    require_fields(name, None, taken_by_model(config), model_name(config))
+    return source
+
+
+def _documents(sources: list[Source]) -> Iterator[str]:
+    for source in sources:
+        texts = (str(text) for chunk in source.chunks() for text in source.read(chunk))
+        try:
+            yield from itertools.islice(texts, TOKENIZER_DOCUMENTS // len(sources))
+        except BadDocument as error:
+            raise DataError(f'{error}; data.bad_documents = "skip" skips it') from None
+
+
+def trained_path(data: Settings, wanted: Mapping[str, DataSource], size: int) -> Path:
+    """Returns the path of the tokenizer that is trained on these sources."""
+    names = list(wanted)
+    places = [str(find_folder(name, wanted[name], data) or wanted[name].dataset) for name in names]
+    choices = [[getattr(one, key) for key in CHOICES] for one in wanted.values()]
+    parts = [names, places, *([choices] if any(map(any, choices)) else [])]
+    label = f"{names[0] if len(names) == 1 else 'mixture'}-{digest_of(parts)[:8]}"
+    return Path(data.folder).expanduser() / f"tokenizer-{label}-{size}" / "tokenizer.json"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE tokenizer on the texts and writes it as tokenizer.json."""
+    library = need_for_text("tokenizers")
+    byte_level = library.pre_tokenizers.ByteLevel
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(path))

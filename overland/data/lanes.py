@@ -1,0 +1,283 @@
+"""What a sampler reads its rows from: a lane, an endless sequence of numbered rows.
+
+Documents that are packed into blocks are in blocks.py. Here are the random tokens of proofs and
+benchmarks, and images, which are read one by one from their files, or generated from noise, without
+shards. Image i of a stream is a function of the set, the seed and i alone: its epoch is i // n, and
+a keyed permutation for that epoch determines which of the n images it is. The order therefore does
+not depend on the number of ranks or on restarts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.arrays import Arrays
+from overland.data.order import permute
+from overland.data.plan import Segment
+from overland.data.rows import Origins, Room
+from overland.data.sources.image_files import WANTED, ArrayList
+from overland.data.sources.marks import digest_of
+from overland.data.windows import Exhausted, Reading
+from overland.errors import DataError
+
+Array = npt.NDArray[np.int64]
+DOCUMENTS_PER_BLOCK = 4
+READERS = max(2, min(8, os.cpu_count() or 2))  # threads, which wait for the disk or copy
+
+
+class Lane:
+    """An endless sequence of numbered blocks or samples, of which a sampler reads those that are
+    due."""
+
+    epoch_size: int | None = None
+    """The number of blocks in an epoch, if that is the same for all and known in advance."""
+
+    def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
+        """Fills `rows` of `into` with blocks; returns the row of each piece and where in the row it
+        begins."""
+        raise NotImplementedError
+
+    def read_samples(
+        self, numbers: Array, rows: Array, arrays: Arrays, into: Mapping[str, npt.NDArray[Any]]
+    ) -> tuple[Array, Array]:
+        """Fills `rows` of `into` with samples; returns the number and the epoch of each."""
+        raise NotImplementedError
+
+    def lengths(self, numbers: Array) -> Array:
+        """Returns the number of tokens in each block."""
+        raise NotImplementedError
+
+    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
+        raise NotImplementedError
+
+    def require(self, number: int) -> None:
+        """Raises an error if the source ends before this block."""
+
+    def num_blocks_in(self, epochs: float, enough: int = sys.maxsize) -> int | None:
+        """Returns the number of blocks in this many epochs of the source, but at most `enough`;
+        None if it never ends."""
+        return None
+
+    def epochs_before(self, block: int) -> float | None:
+        """Returns how many epochs the blocks before this one make up, if that is known."""
+        return None
+
+    def in_segment(self, segment: Segment) -> Lane:
+        """Returns the lane as another segment reads it."""
+        return self
+
+
+class Gone(Lane):
+    """The lane of a source of an earlier segment that is no longer available."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def read(self, *_: Any) -> Any:
+        raise DataError(f"the data source {self.name} is no longer in the config: add it again")
+
+    read_samples: Any = read
+    lengths: Any = read
+    origins: Any = read
+
+
+class MadeRows:
+    """Data without a corpus of documents: rows that are made, or images that are read one by
+    one."""
+
+    fingerprint: str
+    arrays: Arrays | None = None
+    channels: Mapping[str, str] = {}
+    num_bad = 0
+    counts: Mapping[str, int] = {}
+    is_complete = True
+    eos_id: int | None = None
+
+    def as_lane(self, name: str, source: int, reading: Reading, max_epochs: int | None) -> Lane:
+        """Returns its rows; `name` and number are those of the plan."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True)
+class RandomBlocks(MadeRows, Lane):
+    """Uniform random ids, for proofs and benchmarks: block i depends only on the seed and i.
+
+    Blocks contain about `DOCUMENTS_PER_BLOCK` documents, for runs with document boundaries.
+    """
+
+    vocab_size: int
+    seed: int = 0
+    source: int = 0
+    """Its number in the plan."""
+    seq_len: int = 0
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return f"random-{self.vocab_size}"
+
+    def as_lane(self, name: str, source: int, reading: Reading, max_epochs: int | None) -> Lane:
+        return replace(self, source=source)
+
+    def in_segment(self, segment: Segment) -> Lane:
+        return replace(self, seq_len=segment.seq_len)
+
+    def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
+        begins = [
+            self._read(number, into.tokens[row])
+            for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
+        ]
+        piece_rows = np.repeat(rows, [len(one) for one in begins])
+        into.num_tokens[rows] = self.seq_len + 1
+        into.sample[rows], into.epoch[rows] = (self.source << 56) + numbers, 0
+        return piece_rows, np.concatenate(begins)
+
+    def lengths(self, numbers: Array) -> Array:
+        return np.full(len(numbers), self.seq_len + 1)
+
+    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
+        none = np.zeros_like(rows)
+        return [Origins(rows, none + self.source, numbers, none, none + self.seq_len + 1)]
+
+    def _read(self, number: int, row: Array) -> Array:
+        draw = np.random.default_rng((self.seed, number))
+        row[:] = draw.integers(self.vocab_size, size=self.seq_len + 1)
+        borders = draw.random(self.seq_len + 1) < DOCUMENTS_PER_BLOCK / self.seq_len
+        borders[0] = True
+        return np.flatnonzero(borders)
+
+
+class ImageSet(MadeRows):
+    """Images, numbered from 0."""
+
+    arrays: Arrays
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def fill(self, number: int, into: npt.NDArray[Any]) -> None:
+        """Reads an image into an array of the declared type and shape."""
+        raise NotImplementedError
+
+    def as_lane(self, name: str, source: int, reading: Reading, max_epochs: int | None) -> Lane:
+        return ImageStream(name, source, self, reading, max_epochs)
+
+
+class ListedImages(ImageSet):
+    """The images of a list of files."""
+
+    def __init__(self, name: str, source: ArrayList) -> None:
+        self.source, self.num_bad = source, source.num_bad
+        self.arrays = Arrays.declared(name, source.fields)
+        self.fingerprint = f"images-{source.digest()}"
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def fill(self, number: int, into: npt.NDArray[Any]) -> None:
+        self.source.fill(number, into)
+
+
+class RandomImages(ImageSet):
+    """Normally distributed noise, for trial runs; image i is always the same."""
+
+    def __init__(
+        self, name: str, count: int, shape: tuple[int, int, int], pad: list[int] | None, seed: int
+    ) -> None:
+        channels, height, width = shape
+        whole = (channels, *(pad or (height, width)))
+        self.arrays = Arrays.declared(name, {WANTED: ("float32", whole)})
+        self.count, self.shape = count, shape
+        self.fingerprint = f"random-images-{digest_of([name, count, shape, whole])}"
+        self._key = (seed, int(digest_of(name), 16))
+        top, left = (whole[1] - height) // 2, (whole[2] - width) // 2
+        self._place = (slice(None), slice(top, top + height), slice(left, left + width))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fill(self, number: int, into: npt.NDArray[Any]) -> None:
+        draw = np.random.Generator(np.random.SFC64((*self._key, number)))
+        if self.shape == into.shape and into.flags.c_contiguous:
+            draw.standard_normal(out=into, dtype=np.float32)
+        else:
+            into[...] = 0
+            into[self._place] = draw.standard_normal(self.shape, np.float32)
+
+
+@dataclass(frozen=True)
+class ImageStream(Lane):
+    """The images of a set, epoch after epoch, each in its own order."""
+
+    name: str
+    source: int
+    """Its number in the plan."""
+    images: ImageSet
+    reading: Reading
+    max_epochs: int | None = None
+
+    def read_samples(
+        self, numbers: Array, rows: Array, arrays: Arrays, into: Mapping[str, npt.NDArray[Any]]
+    ) -> tuple[Array, Array]:
+        which, epoch = self.places(numbers)
+        fields = {name: into[name] for name in arrays.fields}
+        (values,) = fields.values()
+        jobs = [
+            _readers(os.getpid()).submit(self.images.fill, number, values[row])
+            for number, row in zip(which.tolist(), rows.tolist(), strict=True)
+        ]
+        for job in jobs:
+            job.result()
+        return (self.source << 56) + which, epoch
+
+    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
+        which, _ = self.places(numbers)
+        none = np.zeros_like(rows)
+        return [Origins(rows, none + self.source, which, none, none + 1)]
+
+    def places(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
+        """Returns the number in the set of each image of the stream, and its epoch."""
+        size = len(self.images)
+        epoch, place = np.divmod(np.asarray(numbers, np.int64), size)
+        if self.max_epochs is not None and epoch.size and epoch.max() >= self.max_epochs:
+            times = "time" if self.max_epochs == 1 else "times"
+            raise Exhausted(
+                f"{self.name} has been read {self.max_epochs} {times}, the limit set by its "
+                f"max_epochs: raise it, lower the source's weight, or train for fewer steps"
+            )
+        if self.reading.shuffle:
+            for one in np.unique(epoch).tolist():
+                now = epoch == one
+                place[now] = permute(place[now], size, "images", self.reading.seed, self.name, one)
+        return place, epoch
+
+    @property
+    def epoch_size(self) -> int:  # type: ignore[override]
+        return len(self.images)
+
+    def require(self, number: int) -> None:
+        self.places([number])
+
+    def epochs_before(self, block: int) -> float:
+        return block / len(self.images)
+
+    def num_blocks_in(self, epochs: float, enough: int = sys.maxsize) -> int:
+        return min(math.ceil(epochs * len(self.images)), enough)
+
+
+@cache
+def _readers(process: int) -> ThreadPoolExecutor:
+    """Returns the thread pool of a process; a forked process does not have its parent's threads."""
+    return ThreadPoolExecutor(READERS, "image-reader")

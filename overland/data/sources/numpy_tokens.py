@@ -1,0 +1,124 @@
+"""Token ids as plain arrays: `.npy`, or `.bin` whose type is in its name or given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from overland.data.sources.compression import reading
+from overland.data.sources.source import (
+    TOKEN_DTYPES,
+    FileSource,
+    Kind,
+    Tokens,
+    check_dtype,
+    part_of,
+    split_part,
+    token_ids,
+)
+from overland.errors import ChoiceRequired, DataError
+
+# A one-dimensional array has no document boundaries. It is read in pieces of this many tokens, each
+# of them a document: long enough for any block, short enough for memory.
+PIECE_TOKENS = 1 << 20
+ROWS_PER_CHUNK = 4096
+LONGEST_HEADER = 10_000  # NumPy's own limit, which it checks only after reading the header
+DTYPE_IN_NAME = re.compile(rf"(?:^|[-_.])({'|'.join(TOKEN_DTYPES)})(?=[-_.])")
+
+
+class NumpyTokens(FileSource):
+    """The rows of a two-dimensional array, or pieces of a one-dimensional one, are documents."""
+
+    format = "numpy"
+    kind: Kind = "tokens"
+
+    def __init__(
+        self, root: Path, files: list[str], dtype: str | None = None, skip_bad: bool = False
+    ) -> None:
+        super().__init__(root, files, skip_bad)
+        self.dtype = check_dtype(dtype)
+        self._shapes = {file: self._open(file).shape for file in self.files}
+        if not any(np.prod(shape) for shape in self._shapes.values()):
+            raise DataError(f"{root / files[0]} is empty: it holds no tokens")
+
+    def chunks(self) -> list[str]:
+        return [
+            part_of(file, part)
+            for file, shape in self._shapes.items()
+            for part in range(-(-shape[0] // _chunk_length(shape)))
+        ]
+
+    def num_documents(self, chunk: str) -> int:
+        file, part = split_part(chunk)
+        shape = self._shapes[file]
+        if len(shape) == 1:
+            return 1
+        return min(ROWS_PER_CHUNK, shape[0] - (part or 0) * ROWS_PER_CHUNK)
+
+    def read(self, chunk: str) -> Iterator[Tokens]:
+        file, part = split_part(chunk)
+        length = _chunk_length(self._shapes[file])
+        start = (part or 0) * length
+        found = self._open(file)[start : start + length]
+        for number, row in enumerate([found] if found.ndim == 1 else found, start=start):
+            place = f"row {number:,}" if found.ndim > 1 else f"tokens from {number:,} on"
+            ids = token_ids(row, f"{self.root / file}: {place}", self.bad)
+            if ids is not None:
+                yield ids
+
+    def _open(self, file: str) -> Any:
+        path = self.root / file
+        with reading(path):
+            return _open_npy(path) if path.suffix == ".npy" else _open_bin(path, self.dtype)
+
+
+def _open_npy(path: Path) -> Any:
+    if not path.stat().st_size:
+        raise DataError(f"{path} is empty")
+    with path.open("rb") as file:
+        head = file.read(12)  # 6 bytes of magic, the version in 2, the header's length in 2 or 4
+    if int.from_bytes(head[8:10] if head[6:7] == b"\1" else head[8:12], "little") > LONGEST_HEADER:
+        raise DataError(
+            f"{path} is not an array: its header has more than {LONGEST_HEADER:,} bytes"
+        )
+    try:
+        with np.errstate(over="raise"):  # the product of a shape may overflow
+            array = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # the header is a Python literal, so it can raise anything
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path} is not an array, or is truncated: {reason}") from None
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise DataError(
+            f"{path}: expected a one- or two-dimensional array of integers, got {array.dtype} of "
+            f"shape {array.shape}"
+        )
+    if len(array) and not array.size:  # empty rows take no bytes, so there could be any number
+        raise DataError(f"{path} is empty: its {len(array):,} rows have no tokens")
+    return array
+
+
+def _open_bin(path: Path, given: str | None) -> Any:
+    named = DTYPE_IN_NAME.search(path.name)
+    if given is None and named is None:
+        raise ChoiceRequired(
+            f"{path}: specify the type of its token ids, in its name (tokens.uint16.bin) or with ",
+            "dtype",
+            "",
+        )
+    dtype = np.dtype(given or (named[1] if named else "")).newbyteorder("<")
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise DataError(
+            f"{path} is truncated: {size:,} bytes are not a whole number of {dtype.name} values"
+        )
+    return np.memmap(path, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
+
+
+def _chunk_length(shape: tuple[int, ...]) -> int:
+    return PIECE_TOKENS if len(shape) == 1 else ROWS_PER_CHUNK
