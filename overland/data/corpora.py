@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from overland.config.derived import model_name
 from overland.config.schema import Data as Settings
 from overland.config.schema import DataSource, JobConfig
+from overland.data.arrays import require_fields
 from overland.data.corpus import Corpus, open_corpus
 from overland.data.corpus_folder import CorpusLayout, is_corpus, read_layout, source_changes
 from overland.data.lanes import ListedImages, RandomBlocks, RandomImages
@@ -36,6 +38,7 @@ from overland.data.wanted import (
     open_wanted,
     refuse_choices,
     sources_of,
+    taken_by_model,
     training_table,
 )
 from overland.data.writer import Changes, changed_keys, in_words
@@ -249,6 +252,8 @@ def laid_out_by(
 ) -> Path:
     """Lays out a corpus with the settings of the config."""
     data = config.data
+    if tokenizer is None and source.kind == "text":  # perhaps for a model that takes arrays
+        require_fields(name, None, taken_by_model(config), model_name(config))
     with named_by_keys():
         return lay_out(
             name,
