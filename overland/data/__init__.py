@@ -1,10 +1,13 @@
 """Turns any corpus into exact, reproducible batches.
 
-`sources` read documents of any format, which become shards of tokens (`shard_maker.py`,
-`shard.py`); `windows.py` permutes and packs them (`pack.py`), `order.py` and `mixture.py` put the
-rows of a batch in order, and `sampler.py` returns batch *t* for a plan (`plan.py`). `prepare.py`
-opens all of it for a config. Chats are rendered on the way in: `conversations.py`, `chat.py`,
-`sft.py`.
+One way through it: `sources` read documents of any format, which become shards of tokens
+(`shard_maker.py`, `shard.py`) in a corpus (`layout.py`, `corpus.py`). `windows.py` permutes them,
+`blocks.py` packs them (`pack.py`) into a lane of rows (`lanes.py`), and `sampler.py` takes the rows
+of batch *t* from the lanes, in the turns of a mixture (`mixture.py`), as the plan says (`plan.py`).
+`loader.py` makes tensors of them (`rows.py`, `batch.py`).
+
+`prepare.py` opens all of it for a config, with `corpora.py`, `wanted.py` and `registry.py`. Chats
+are rendered on the way in: `sft.py`, `conversations.py`, `writer.py`, `chat.py`.
 """
 
 from __future__ import annotations
