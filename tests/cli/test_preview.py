@@ -38,7 +38,9 @@ def test_a_config_and_its_run_show_the_same(folder: Path) -> None:
 
 
 def test_training_a_tokenizer_is_announced(tmp_path: Path) -> None:
-    words = ["data", "preview", "quickstart", *TINY, "data.folder=own", "--json"]
+    (tmp_path / "few.txt").write_text("a short text of a few words, read over and over\n" * 20)
+    few = ["training.dataset_path=few.txt", "data.vocab_size=300", "data.folder=own"]
+    words = ["data", "preview", "quickstart", *TINY, *few, "--json"]
     done = overland(*words, cwd=tmp_path)
     assert "training a tokenizer of " in done.stderr
     assert len(done.stdout.splitlines()) == 1

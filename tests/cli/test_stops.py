@@ -318,6 +318,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_right_bits(
     assert losses(metrics) == {step: loss for step, loss in unbroken.items() if step <= 60}
 
 
+@pytest.mark.long
 def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path) -> None:
     """The folder of checkpoints cannot be written to for a while."""
     words = [*WORDS, *steps(MANY), "checkpoint.interval=10"]

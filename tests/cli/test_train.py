@@ -237,6 +237,7 @@ def test_log_rank_chooses_who_prints(tmp_path: Path) -> None:
     assert re.search(r"^step 2/2", both, flags=re.MULTILINE)
 
 
+@pytest.mark.long
 def test_resume_none_under_torchrun_takes_one_folder_for_all_ranks(tmp_path: Path) -> None:
     words = ["train", "quickstart", *TINY, "training.steps=1", "validation.enable=false"]
     overland(*words, cwd=tmp_path, NGPU="1")
@@ -273,8 +274,8 @@ def last_validation(folder: Path, num_ranks: str, *settings: str) -> tuple[float
 @pytest.mark.parametrize(
     ("axis", "samples"),
     [
-        ("tensor", True),
         ("pipeline", False),
+        pytest.param("tensor", True, marks=pytest.mark.long),
         pytest.param("context", False, marks=pytest.mark.long),
     ],
 )

@@ -83,6 +83,7 @@ def test_mpirun_trains_as_overland_alone(
     assert "\x1b" not in output, "a bar was drawn on the terminal that mpirun gives its ranks"
 
 
+@pytest.mark.long
 def test_torchrun_trains_as_overland_alone(
     tmp_path: Path, alone: Callable[[int], dict[int, float]]
 ) -> None:

@@ -258,10 +258,15 @@ def test_a_train_script_outside_of_a_job_submits_one(tmp_path: Path) -> None:
     assert 'NCCL_SOCKET_IFNAME="hsn0"' in said
     assert 'GLOO_SOCKET_IFNAME="hsn0"' in said
     assert "64 nodes import Python from" in said  # nothing is packed here
+    assert not list(tmp_path.glob("runs*"))
+
+
+@pytest.mark.long
+def test_the_largest_job_has_four_spares(tmp_path: Path) -> None:
+    copied("frontier", tmp_path)
     large = typed("./train_8B_n640.sh --dry-run", tmp_path, SBATCH_ACCOUNT="abc")
     assert "#SBATCH --nodes=644\n" in large
     assert "--nodes 640" in large
-    assert not list(tmp_path.glob("runs*"))
 
 
 @pytest.mark.parametrize("script", ["train_8B_n64.sh", "train_8B_n640.sh"])

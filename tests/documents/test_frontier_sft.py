@@ -183,12 +183,12 @@ def test_zero_to_fp32_merges_from_where_it_lies(log: str, folder: Path) -> None:
         "v_proj.weight",
     }
     inside = "python zero_to_fp32.py --merge_lora --output_path ../../inside.safetensors"
-    typed(f"cd {checkpoint} && {inside}", folder)
+    shown(inside, folder / checkpoint)
     again = load_file(folder / "inside.safetensors")
     assert all(torch.equal(again[name], merged[name]) for name in merged)
     step = f"results_modified/checkpoint/step_{STEPS}"
     line = f"python zero_to_fp32.py --model_dir {step} --merge_lora"
-    typed(f"{line} --output_path own.safetensors", folder)
+    shown(f"{line} --output_path own.safetensors", folder)
     own = load_file(folder / "own.safetensors")
     assert all(torch.equal(own[name], merged[name]) for name in merged)
 

@@ -106,6 +106,7 @@ def test_the_walkthroughs_recipe_becomes_a_job(tmp_path: Path) -> None:
     assert "[checkpoint]" in shown("overland config reference", tmp_path).stdout
 
 
+@pytest.mark.long
 def test_the_tasks_of_the_document_are_listed_for_fetching(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     listed = shown("overland fetch tasks @frontier", tmp_path, "--dry-run").stdout

@@ -45,6 +45,7 @@ def fly(slurm: Slurm, folder: Path, faults: dict[str, str], tasks: int = 1) -> R
     return report
 
 
+@pytest.mark.long
 def test_good_nodes_are_good(slurm: Slurm, folder: Path) -> None:
     report = fly(slurm, folder, {}, tasks=2)
     assert report.bad == {}
@@ -155,6 +156,7 @@ def test_some_nodes_of_an_allocation_can_be_chosen(slurm: Slurm, folder: Path) -
     assert "--nodes n[2-4]: not in this allocation: n3, n4" in done.stderr
 
 
+@pytest.mark.long
 def test_tasks_of_srun_find_the_first_of_them(slurm: Slurm, folder: Path) -> None:
     words = ["srun", "--nodelist=n1,n2", "--ntasks-per-node=1", *OVERLAND]
     options = ["preflight", "--quick", "--json"]

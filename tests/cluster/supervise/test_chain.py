@@ -136,6 +136,7 @@ def test_a_folder_takes_the_jobs_of_one_name(slurm: Slurm, tmp_path: Path) -> No
     slurm.run("scancel", "--me", "--name=second")
 
 
+@pytest.mark.long
 def test_cancelling_a_chain_saves_first(slurm: Slurm, tmp_path: Path) -> None:
     flags = ["--time", "00:10:00", "--no-preflight", "--sessions", "2", "--name", "cancelled"]
     run = SubmittedRun(slurm, tmp_path / "run", 5000, 1, *flags)
