@@ -257,19 +257,14 @@ _DEEP_KEY = re.compile(rf"(?<![\w.\\-])(?<!\.[ \t])(?:{KEY_PART}[ \t]*+\.[ \t]*+
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Returns the contents of untrusted TOML. Raises ValueError for any problem."""
-    check_toml(text)
+    if len(text) > LARGEST_CONFIG:
+        raise ValueError(f"it has more than {LARGEST_CONFIG:,} characters")
+    if _DEEP_KEY.search(text):  # it could not be parsed in good time
+        raise ValueError(TOO_DEEP)
     try:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-
-
-def check_toml(text: str) -> None:
-    """Raises ValueError if it is too large, or nested too deeply to be parsed in good time."""
-    if len(text) > LARGEST_CONFIG:
-        raise ValueError(f"it has more than {LARGEST_CONFIG:,} characters")
-    if _DEEP_KEY.search(text):
-        raise ValueError(TOO_DEEP)
 
 
 def what_is_wrong(error: Exception) -> str:

@@ -106,7 +106,7 @@ def check_saved_modules(loaded: Loaded) -> Iterator[Problem]:
 
 def ties_in(config: JobConfig) -> Mapping[str, str]:
     structure, _ = outline_of(model_config(config.model))
-    return structure.ties if structure is not None else {}
+    return structure.ties
 
 
 def check_narrow_base(loaded: Loaded) -> Iterator[Problem]:

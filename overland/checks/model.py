@@ -252,7 +252,7 @@ def parameter_names(section: Model, all_names: bool = True) -> list[str]:
         model = _transformed(section, config)
         return [name for name, _ in model.named_parameters(remove_duplicate=not all_names)]
     structure, shapes = outline_of(config)
-    ties = structure.ties if structure is not None and all_names else ()
+    ties = structure.ties if all_names else ()
     return list(dict.fromkeys([*shapes, *ties]))
 
 

@@ -21,8 +21,8 @@ from overland.files import (
     QUOTED,
     TOO_DEEP,
     YAML_VALUE_ERRORS,
-    check_toml,
     compose_yaml,
+    parse_toml,
 )
 
 KeyPath = tuple[str, ...]
@@ -75,18 +75,12 @@ def read_file(path: Path, shown: str) -> Entries:
 
 def read_toml(text: str, shown: str) -> Entries:
     try:
-        check_toml(text)
-    except ValueError as error:
-        raise ConfigError([Problem(str(error), where=shown)]) from None
-    try:
-        tree = tomllib.loads(text)
-        return flatten(tree, index_lines(text), shown)
+        tree = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_toml_problem(str(error), text, shown)]) from None
-    except RecursionError:
-        raise ConfigError([Problem(TOO_DEEP, where=shown)]) from None
-    except ValueError as error:  # a number with thousands of digits
+    except ValueError as error:
         raise ConfigError([Problem(f"not valid TOML: {error}", where=shown)]) from None
+    return flatten(tree, index_lines(text), shown)
 
 
 def read_yaml(text: str, shown: str) -> Entries:

@@ -1,6 +1,8 @@
 """Models: plain PyTorch with Hugging Face parameter names, and nothing about parallelism.
 
-Importing this package does not import torch; `build_model` and the modules it needs do.
+A new Hugging Face family is an entry of `FAMILIES` in `hf_config.py`, as far as options of the
+decoder describe it; `weights.py` loads the weights of any. Importing this package does not import
+torch; `build_model` and the modules it needs do.
 """
 
 from overland.errors import ModelError

@@ -66,13 +66,10 @@ def count_parameters(config: Any) -> ParameterCount:
     """Counts parameters by part; for a model that does not describe itself, only the total."""
     structure, shapes = outline_of(config)
     sizes = {name: prod(shape) for name, shape in shapes.items()}
-    total = sum(sizes.values())
-    if structure is None:
-        return ParameterCount(total, input_embedding=0, head=0, blocks=())
-    tables = [f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY]
+    tables = _tables(structure)
     head = [structure.ties.get(name, name) for name in tables if inside(name, structure.last_stage)]
     return ParameterCount(
-        total=total,
+        total=sum(sizes.values()),
         input_embedding=sum(sizes[name] for name in _looked_up(structure)),
         head=sum(sizes[name] for name in head),
         blocks=tuple(
@@ -84,7 +81,7 @@ def count_parameters(config: Any) -> ParameterCount:
 def stage_costs(config: Any) -> StageCosts:
     """Returns the costs used to balance pipeline stages; raises if a model cannot be split."""
     structure, shapes = outline_of(config)
-    if structure is None or structure.between is None:
+    if structure.between is None:
         raise ModelError(
             f"the model of {type(config).__name__} does not say what passes between its blocks "
             "(structure(), see docs/extending.md), so it cannot be split into pipeline stages; it "
@@ -109,9 +106,7 @@ def trained_parameters(config: Any, lora: Lora, freeze: Sequence[str] = ()) -> S
     if not lora.rank:
         frozen = _frozen(config, structure, shapes, freeze)
         return {name: shape for name, shape in shapes.items() if name not in frozen}
-    if structure is None:
-        return trained_shapes(lora, shapes)
-    tables = [f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY]
+    tables = _tables(structure)
     looked_up = [name for name in tables if inside(name, structure.first_stage)]
     outputs = [name for name in shapes if inside(name, structure.last_stage)]
     return trained_shapes(lora, shapes, [*looked_up, *outputs], looked_up)
@@ -145,14 +140,15 @@ def causal_flops_per_token(
     return flops_per_token(config, seq_len, lora, causal=True, freeze=freeze)
 
 
-def outline_of(config: Any) -> tuple[Structure | None, Shapes]:
+def outline_of(config: Any) -> tuple[Structure, Shapes]:
     """Returns structure and parameter shapes. They come from the config if its own class defines
     both (inherited methods describe another model); otherwise the model is built on the meta
-    device."""
+    device, and the structure of one that does not describe itself is empty."""
     if describes_itself(config):
         return config.structure(), config.parameter_shapes()
-    model = _built(config)
-    return structure_of(model), {name: tuple(p.shape) for name, p in model.named_parameters()}
+    model = built_on_meta(config)
+    structure = structure_of(model) or Structure(blocks=())
+    return structure, {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def describes_itself(config: Any) -> bool:
@@ -201,22 +197,23 @@ def _attention(config: Any, seq_len: int, causal: bool) -> float:
     return float(count(seq_len, causal)) if count is not None else 0.0
 
 
-def _looked_up(structure: Structure | None) -> set[str]:
+def _tables(structure: Structure) -> list[str]:
+    """Returns the matrices with a row for each token."""
+    return [f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY]
+
+
+def _looked_up(structure: Structure) -> set[str]:
     """Returns the tables that are not output matrices as well."""
-    if structure is None:
-        return set()
-    tables = {f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY}
     shared = set(structure.ties.values())
+    tables = _tables(structure)
     return {name for name in tables if inside(name, structure.first_stage) and name not in shared}
 
 
-def _frozen(
-    config: Any, structure: Structure | None, shapes: Shapes, patterns: Sequence[str]
-) -> set[str]:
+def _frozen(config: Any, structure: Structure, shapes: Shapes, patterns: Sequence[str]) -> set[str]:
     """Returns the parameters that patterns freeze, a shared one by either name, or that a custom
     model builds frozen."""
     known = {name: [name] for name in shapes}
-    for tied, owner in structure.ties.items() if structure is not None else ():
+    for tied, owner in structure.ties.items():
         known.get(owner, []).append(tied)
     found = {
         name
@@ -224,11 +221,13 @@ def _frozen(
         if any(fnmatchcase(one, pattern) for one in names for pattern in patterns)
     }
     if not describes_itself(config):
-        found |= {name for name, p in _built(config).named_parameters() if not p.requires_grad}
+        found |= {
+            name for name, p in built_on_meta(config).named_parameters() if not p.requires_grad
+        }
     return found
 
 
-def _built(config: Any) -> nn.Module:
+def built_on_meta(config: Any) -> nn.Module:
     import torch
 
     with torch.device("meta"):

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from overland.errors import ModelError
 from overland.files import CHECKSUMS, checksums_of, read_json, what_is_wrong
 from overland.kernels.nf4 import pack
-from overland.models.flops import Shapes, describes_itself, outline_of
+from overland.models.flops import Shapes, built_on_meta, describes_itself, outline_of
 from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
 from overland.models.nf4 import narrow_matrices
-from overland.models.registry import build_model, has_builder
+from overland.models.registry import has_builder
 from overland.models.structure import Role, ties_of, walk_roles
 from overland.models.transform import added_rule
 
@@ -109,8 +109,7 @@ def shapes_in_files(config: Any) -> tuple[Shapes, Shapes]:
     may."""
     if describes_itself(config):
         return config.parameter_shapes(), {}
-    with torch.device("meta"):
-        model = build_model(config)
+    model = built_on_meta(config)
     parameters = {name: tuple(one.shape) for name, one in model.named_parameters()}
     return parameters, {name: tuple(one.shape) for name, one in persistent_buffers(model).items()}
 
