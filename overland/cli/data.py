@@ -12,7 +12,17 @@ import typer
 
 from overland.apps.progress import progress_bar
 from overland.cli.common import user_errors
-from overland.cli.data_build import build, import_sources, source_at
+from overland.cli.data_build import (
+    Column,
+    CorpusPath,
+    Dtype,
+    SourceImport,
+    Split,
+    Subset,
+    build,
+    import_sources,
+    source_at,
+)
 from overland.cli.data_preview import preview
 from overland.words import number_of
 
@@ -38,13 +48,11 @@ def data() -> None: ...
 @app.command()
 @user_errors
 def inspect(
-    path: Annotated[str, typer.Argument(help="A file or folder of any format, or stdlib.")],
-    column: Annotated[str | None, typer.Option(help="Column that holds the documents.")] = None,
-    subset: Annotated[str | None, typer.Option(help="Subset (config) of a dataset.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split, such as train.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Data type of token ids, if the file does not specify one.")
-    ] = None,
+    path: CorpusPath,
+    column: Column = None,
+    subset: Subset = None,
+    split: Split = None,
+    dtype: Dtype = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Also count the tokens of the text with this tokenizer.")
     ] = None,
@@ -56,10 +64,7 @@ def inspect(
     hashes: Annotated[
         bool, typer.Option("--hashes", help="Print only the SHA-256 of every document, in order.")
     ] = False,
-    custom_import: Annotated[
-        str,
-        typer.Option("--import", help="Module to import first; it may register PATH as a source."),
-    ] = "",
+    custom_import: SourceImport = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Read a corpus once and summarize what it holds."""

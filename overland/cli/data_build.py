@@ -24,10 +24,22 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 10.0  # between lines of progress, without a terminal
 
+# Options that `overland data inspect` has too.
+CorpusPath = Annotated[str, typer.Argument(help="A file or folder of any format, or stdlib.")]
+Column = Annotated[str | None, typer.Option(help="Column that holds the documents.")]
+Subset = Annotated[str | None, typer.Option(help="Subset (config) of a dataset.")]
+Split = Annotated[str | None, typer.Option(help="Split, such as train.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Data type of token ids, if the file does not specify one.")
+]
+SourceImport = Annotated[
+    str, typer.Option("--import", help="Module to import first; it may register PATH as a source.")
+]
+
 
 @user_errors
 def build(
-    path: Annotated[str, typer.Argument(help="A file or folder of any format, or stdlib.")],
+    path: CorpusPath,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="Folder with tokenizer.json or tokenizer.model; required for text."),
@@ -38,12 +50,10 @@ def build(
     name: Annotated[
         str | None, typer.Option(help="Name of the corpus.", show_default="as PATH")
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Column that holds the documents.")] = None,
-    subset: Annotated[str | None, typer.Option(help="Subset (config) of a dataset.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split, such as train.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Data type of token ids, if the file does not specify one.")
-    ] = None,
+    column: Column = None,
+    subset: Subset = None,
+    split: Split = None,
+    dtype: Dtype = None,
     skip_bad: Annotated[
         bool,
         typer.Option("--skip-bad", help="Skip and count documents that cannot be read."),
@@ -76,10 +86,7 @@ def build(
     seq_len: Annotated[
         int | None, typer.Option(help="With --sft: training.seq_len.", min=1, show_default="2048")
     ] = None,
-    custom_import: Annotated[
-        str,
-        typer.Option("--import", help="Module to import first; it may register PATH as a source."),
-    ] = "",
+    custom_import: SourceImport = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Tokenize a corpus into shards ahead of training. Run again to resume an interrupted build."""
@@ -274,14 +281,15 @@ def num_cores() -> int:
 
 
 def to_json(built: Built, seconds: float) -> dict[str, Any]:
+    counted = built.counted
     return {
         "folder": str(built.layout.folder),
         "fingerprint": built.layout.fingerprint,
         "complete": built.totals is not None,
-        "documents": built.documents,
-        unit_of(built): built.tokens,
-        "skipped": built.bad,
-        **({"counts": built.counts} if built.counts else {}),
+        "documents": counted.num_documents,
+        unit_of(built): counted.num_tokens,
+        "skipped": counted.num_bad,
+        **({"counts": counted.counts} if counted.counts else {}),
         "shards": built.layout.num_shards,
         "made": built.made.num_made,
         "seconds": round(seconds, 3),
@@ -295,13 +303,13 @@ def unit_of(built: Built) -> str:
 
 
 def built_lines(built: Built, seconds: float) -> Iterator[str]:
-    shards = f"{built.layout.num_shards:,}"
+    counted, shards = built.counted, f"{built.layout.num_shards:,}"
     if built.made.num_made < built.layout.num_shards:
         shards += f" ({built.made.num_made:,} built now)"
-    yield f"{'documents':<12}{built.documents:,}"
-    yield f"{unit_of(built):<12}{built.tokens:,}"
-    yield f"{'skipped':<12}{built.bad:,}"
-    for what, count in sorted(built.counts.items()):
+    yield f"{'documents':<12}{counted.num_documents:,}"
+    yield f"{unit_of(built):<12}{counted.num_tokens:,}"
+    yield f"{'skipped':<12}{counted.num_bad:,}"
+    for what, count in sorted(counted.counts.items()):
         yield f"{count:,} {what}"
     yield f"{'shards':<12}{shards}"
     yield f"{'seconds':<12}{seconds:,.1f}"

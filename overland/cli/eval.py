@@ -7,9 +7,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -24,19 +23,6 @@ FOR_TASKS = (
     "gen_kwargs", "add_bos", "log_samples", "include_path", "datasets", "unsafe_code",
 )  # fmt: skip
 FOR_DATA = ("stride", "joined", "prefix", "column", "subset", "split", "skip_bad")
-
-
-class Prefix(StrEnum):
-    auto = "auto"
-    bos = "bos"
-    eos = "eos"
-    none = "none"
-
-
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 @user_errors
@@ -98,8 +84,9 @@ def evaluate(
         bool, typer.Option("--joined", help="Join all documents into one text, as is usual for C4.")
     ] = False,
     prefix: Annotated[
-        Prefix, typer.Option(help="Token that a document's first token is predicted from.")
-    ] = Prefix.auto,
+        Literal["auto", "bos", "eos", "none"],
+        typer.Option(help="Token that a document's first token is predicted from."),
+    ] = "auto",
     limit: Annotated[
         int | None, typer.Option(help="Use at most this many documents.", min=1)
     ] = None,
@@ -113,7 +100,8 @@ def evaluate(
     ] = False,
     batch_size: Annotated[int | None, typer.Option(help="Windows per forward pass.", min=1)] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Compute type; default: depends on the device.")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Compute type; default: depends on the device."),
     ] = None,
     base: Annotated[
         Path | None, typer.Option(help="Base model of the adapters, if they do not name it.")
@@ -179,7 +167,7 @@ def evaluate(
         context=context,
         stride=stride,
         joined=joined,
-        prefix=prefix.value,
+        prefix=prefix,
         limit=limit,
         batch_size=batch_size,
         dtype=given_dtype(dtype),
@@ -210,7 +198,7 @@ def evaluate(
         if as_json:
             print(json.dumps(results, indent=2))
             return
-        shown = tables(results, is_sweep=steps is not None, advises=prefix is Prefix.auto)
+        shown = tables(results, is_sweep=steps is not None, advises=prefix == "auto")
         print(*shown, sep="\n\n")
 
 

@@ -7,9 +7,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,17 +21,11 @@ if TYPE_CHECKING:
     from overland.apps.hub.fetch import Fetched, Wanted
 
 
-class FetchKind(StrEnum):
-    model = "model"
-    tokenizer = "tokenizer"
-    dataset = "dataset"
-    tasks = "tasks"
-
-
 @user_errors
 def fetch(
     kind: Annotated[
-        FetchKind, typer.Argument(help="model, tokenizer, dataset or tasks.", show_choices=False)
+        Literal["model", "tokenizer", "dataset", "tasks"],
+        typer.Argument(help="model, tokenizer, dataset or tasks.", show_choices=False),
     ],
     names: Annotated[
         list[str],
@@ -64,20 +57,19 @@ def fetch(
 ) -> None:
     """Download a model, a tokenizer, a dataset, or all datasets of evaluation tasks. Interrupted
     downloads resume, and every byte is verified. HF_ENDPOINT and HF_TOKEN are respected."""
-    from overland.apps.hub.fetch import FetchKind as OfHub
     from overland.apps.hub.fetch import Wanted, default_folder
     from overland.apps.hub.fetch import fetch as fetch_files
 
-    if kind is FetchKind.tasks:
+    if kind == "tasks":
         refuse_options({"--revision": revision, "--subset": subset, "--include": include})
         fetch_for_tasks(names, include_path, to, dry_run or verify, as_json)
         return
     refuse_options({"--dry-run": dry_run, "--include-path": include_path}, "tasks")
     if len(names) > 1:
         raise typer.BadParameter(f"expected one name for a {kind}, got {len(names)}")
-    of_hub, name = cast(OfHub, kind.value), names[0]
-    folder = to.expanduser() if to is not None else default_folder(of_hub, name)
-    wanted = Wanted(of_hub, name, revision, (subset,) if subset else (), tuple(include or ()))
+    (name,) = names
+    folder = to.expanduser() if to is not None else default_folder(kind, name)
+    wanted = Wanted(kind, name, revision, (subset,) if subset else (), tuple(include or ()))
     with fetch_progress() as report:
         if verify:
             verify_fetched(wanted, folder, report, as_json)
@@ -193,11 +185,6 @@ def fetch_progress() -> Iterator[Callable[[str, int, int], None]]:
     yield tell_tenths
 
 
-class RepoType(StrEnum):
-    model = "model"
-    dataset = "dataset"
-
-
 @user_errors
 def push(
     folder: Annotated[Path, typer.Argument(help="Folder to upload, such as RUN/hf.")],
@@ -205,8 +192,9 @@ def push(
         str, typer.Argument(help="OWNER/NAME on the Hub; created if it does not exist.")
     ],
     repo_type: Annotated[
-        RepoType, typer.Option("--type", help="model or dataset.", show_choices=False)
-    ] = RepoType.model,
+        Literal["model", "dataset"],
+        typer.Option("--type", help="model or dataset.", show_choices=False),
+    ] = "model",
     private: Annotated[
         bool, typer.Option("--private", help="Create the repository as private.")
     ] = False,
@@ -224,7 +212,7 @@ def push(
         done = push_files(
             folder.expanduser(),
             name,
-            repo_type=repo_type.value,
+            repo_type=repo_type,
             private=private,
             revision=revision,
             message=message,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from overland.cli.common import user_errors
 
 if TYPE_CHECKING:
     from overland.apps.proofs.layouts import ProofLayout
+    from overland.config.errors import ConfigError
 
 HELP = "Evidence: equal losses across layouts and resumes, exact data, intact checkpoints."
 
@@ -28,6 +30,11 @@ RanksPerDevice = Annotated[
         min=1, show_default=False,
     ),
 ]  # fmt: skip
+
+Table = Annotated[
+    Path | None,
+    typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
+]
 
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
@@ -45,10 +52,7 @@ def layout(
     steps: Annotated[int, typer.Option(help="Steps to compare.", min=1)] = 20,
     device: Device = "cpu",
     ranks_per_device: RanksPerDevice = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
-    ] = None,
+    table: Table = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per layout.")] = False,
 ) -> None:
     """Train a tiny model, or a custom one, under each layout on local ranks and compare with one
@@ -61,25 +65,18 @@ def layout(
         prove_layouts,
         settings_of,
     )
-    from overland.apps.proofs.layouts import FIVE_AXES, LAYOUTS, OWN, SHORT, parse_all
+    from overland.apps.proofs.layouts import FIVE_AXES, LAYOUTS, OWN, SHORT
     from overland.apps.proofs.pool import RankPool
-    from overland.config.errors import ConfigError, Problem
     from overland.words import any_of
 
     if dtype not in TOLERANCES:
-        message = f"expected {any_of(list(TOLERANCES))}"
-        raise ConfigError([Problem(message, "command line", "--dtype", dtype)])
+        raise wrong_option(f"expected {any_of(list(TOLERANCES))}", "--dtype", dtype)
     check_device(device, ranks_per_device)
-    try:
-        named = {"short": SHORT, "all": LAYOUTS, "five": FIVE_AXES}.get(layouts)
-        chosen = named if named is not None else parse_all(layouts)
-    except ValueError as error:
-        raise ConfigError([Problem(str(error), "command line", "--layouts")]) from None
-
+    chosen = parsed(layouts, {"short": SHORT, "all": LAYOUTS, "five": FIVE_AXES})
     settings = settings_of(config)
     is_own = settings is not None and "own" in settings
     if is_own and layouts == "short":
-        chosen = parse_all(OWN)
+        chosen = parsed(OWN, {})
     check_sharing(device, chosen, ranks_per_device)
     evidence = Evidence(table, HEAD, keys=(0, 2))
     pool = RankPool(device)
@@ -125,28 +122,19 @@ def resume(
     ] = "shard2+tied tp2+tied pp2+tied",
     device: Device = "cpu",
     ranks_per_device: RanksPerDevice = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
-    ] = None,
+    table: Table = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per pair.")] = False,
 ) -> None:
     """Save a tiny run under each layout, resume it under each, and compare with an unbroken run."""
     from overland.apps.proofs.evidence import Evidence
-    from overland.apps.proofs.layouts import parse_all
     from overland.apps.proofs.pool import RankPool
     from overland.apps.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
-    from overland.config.errors import ConfigError, Problem
 
     check_device(device, ranks_per_device)
-    try:
-        chosen = DOZEN if layouts == "dozen" else parse_all(layouts)
-    except ValueError as error:
-        raise ConfigError([Problem(str(error), "command line", "--layouts")]) from None
+    chosen = parsed(layouts, {"dozen": DOZEN})
     if len({layout.kinds for layout in chosen}) > 1:
         message = "all layouts of one proof must have the same suffix after +"
-        raise ConfigError([Problem(message, "command line", "--layouts", layouts)])
-
+        raise wrong_option(message, "--layouts", layouts)
     check_sharing(device, chosen, ranks_per_device)
     evidence = Evidence(table, HEAD, keys=(0, 1))
     todo = [(a, b) for a, b in pairs(chosen) if not evidence.holds(a.name, b.name)]
@@ -231,25 +219,19 @@ def sessions(
         str, typer.Option(help="short, all, or words that select some: 'streamed pack rows few'.")
     ] = "short",
     seed: Annotated[int, typer.Option(help="Determines where sessions are killed.")] = 0,
-    table: Annotated[
-        Path | None,
-        typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
-    ] = None,
+    table: Table = None,
 ) -> None:
     """Kill ten data-reading sessions on 1 to 8 ranks, and compare what they read with one run."""
     import tempfile
 
     from overland.apps.proofs.evidence import Evidence
     from overland.apps.proofs.sessions import HEAD, SHORT, STORIES, prove_sessions
-    from overland.config.errors import ConfigError, Problem
 
     words = set(stories.split())
     chosen = STORIES if stories == "all" else SHORT if stories == "short" else []
     chosen = chosen or [one for one in STORIES if words <= set(one.name.split())]
     if not chosen:
-        raise ConfigError(
-            [Problem("no story matches all of these words", "command line", "--stories")]
-        )
+        raise wrong_option("no story matches all of these words", "--stories")
     evidence = Evidence(table, HEAD, keys=(0, 1, 2, 3))
     wrong = 0
     for story in chosen:
@@ -264,25 +246,36 @@ def sessions(
         raise typer.Exit(1)
 
 
-def check_device(device: str, ranks_per_device: int | None) -> None:
-    from overland.config.errors import ConfigError, Problem
+def parsed(layouts: str, named: Mapping[str, list[ProofLayout]]) -> list[ProofLayout]:
+    """Returns the layouts of a group, or those with these names."""
+    from overland.apps.proofs.layouts import parse_all
 
-    key, value = "--device", device
+    try:
+        return named[layouts] if layouts in named else parse_all(layouts)
+    except ValueError as error:
+        raise wrong_option(str(error), "--layouts") from None
+
+
+def wrong_option(message: str, option: str, value: str | None = None) -> ConfigError:
+    from overland.config.errors import NO_VALUE, ConfigError, Problem
+
+    given = NO_VALUE if value is None else value
+    return ConfigError([Problem(message, "command line", option, given)])
+
+
+def check_device(device: str, ranks_per_device: int | None) -> None:
     if device not in ("cpu", "cuda"):
-        message = "expected cpu or cuda"
-    elif device == "cuda" and not num_gpus():
+        raise wrong_option("expected cpu or cuda", "--device", device)
+    if device == "cuda" and not num_gpus():
         message = "this machine has no GPU visible; leave it out to prove on CPU ranks"
-    elif device == "cpu" and ranks_per_device is not None:
-        message, key = "only GPUs are shared; add --device cuda", "--ranks-per-device"
-        value = str(ranks_per_device)
-    else:
-        return
-    raise ConfigError([Problem(message, "command line", key, value)])
+        raise wrong_option(message, "--device", device)
+    if device == "cpu" and ranks_per_device is not None:
+        message = "only GPUs are shared; add --device cuda"
+        raise wrong_option(message, "--ranks-per-device", str(ranks_per_device))
 
 
 def check_sharing(device: str, layouts: list[ProofLayout], ranks_per_device: int | None) -> None:
     """Refuses layouts that need more ranks than may share the GPUs, and says if ranks share any."""
-    from overland.config.errors import ConfigError, Problem
     from overland.world.devices import mps_note
 
     if device == "cpu":
@@ -292,8 +285,7 @@ def check_sharing(device: str, layouts: list[ProofLayout], ranks_per_device: int
     each = -(-largest.num_ranks // gpus)
     if ranks_per_device is not None and each > ranks_per_device:
         message = f"{largest.name} has {largest.num_ranks} ranks, {each} for each GPU here"
-        place = "command line", "--ranks-per-device", str(ranks_per_device)
-        raise ConfigError([Problem(message, *place)])
+        raise wrong_option(message, "--ranks-per-device", str(ranks_per_device))
     if each > 1:
         note = mps_note()
         words = f"up to {each} ranks share a GPU" + (f"; {note}" if note else "")

@@ -108,6 +108,7 @@ def submit(
     from overland.config.write import to_toml
     from overland.errors import ClusterError
     from overland.run_folder import remove_old_stop
+    from overland.words import command
 
     if sites or (site is None and not settings):
         print(list_sites())
@@ -117,6 +118,13 @@ def submit(
             f"no cluster given; set --site to one of {', '.join(sorted(site_files()))}; "
             "--site NAME --dry-run shows what else is needed"
         )
+    if container is not None and container.endswith(".sif"):  # others are the container runtime's
+        way_out = "build it from the definition in containers/"
+        container = existing("--container", container, way_out)
+    archive = None if packed_env == "none" else packed_env
+    if archive is not None:
+        way_out = f"`{command('overland', 'env', 'SITE')}` shows how to make one"
+        archive = existing("--packed-env", archive, way_out)
     wanted = JobRequest(
         nodes=nodes,
         spares=spares,
@@ -127,8 +135,8 @@ def submit(
         qos=qos,
         name=name,
         devices_per_node=devices_per_node,
-        container=image(container),
-        packed_env=archive(None if packed_env == "none" else packed_env),
+        container=container,
+        packed_env=archive,
         env_names=tuple(env or ()),
         sbatch=sbatch,
         preflight=preflight,
@@ -266,30 +274,13 @@ def run_place(config: JobConfig) -> RunPlace:
     )
 
 
-def image(name: str | None) -> str | None:
-    """Returns a file as an absolute path; other names go to the site's container runtime."""
+def existing(option: str, name: str, way_out: str) -> str:
+    """Returns the absolute path of a file that an option names."""
     from overland.errors import ClusterError
 
-    if name is None or not name.endswith(".sif"):
-        return name
     path = Path(name).expanduser().absolute()
     if not path.is_file():
-        raise ClusterError(
-            f"--container {name}: no such file; build it from the definition in containers/"
-        )
-    return str(path)
-
-
-def archive(name: str | None) -> str | None:
-    from overland.errors import ClusterError
-    from overland.words import command
-
-    if name is None:
-        return None
-    path = Path(name).expanduser().absolute()
-    if not path.is_file():
-        setup = command("overland", "env", "SITE")
-        raise ClusterError(f"--packed-env {name}: no such file; `{setup}` shows how to make one")
+        raise ClusterError(f"{option} {name}: no such file; {way_out}")
     return str(path)
 
 

@@ -259,7 +259,7 @@ def test_a_built_corpus_of_arrays_reads_as_its_source_does(tmp_path: Path) -> No
     source = as_source(Pictures())
     folder = lay_out("pictures", source, None, tmp_path, shard_documents=10)
     built = build(folder, source, None, processes=1)
-    assert built.documents == 53
+    assert built.counted.num_documents == 53
     again = open_source(folder)
     for chunk in again.chunks():
         open_shard(folder / chunk).verify()

@@ -138,7 +138,7 @@ def test_bad_content_is_named_or_skipped_and_counted(
     corpus.shard(0)
     assert corpus.num_bad == 1
     built = build(corpus.folder, source, tokenizer, processes=2)
-    assert (built.documents, built.bad) == (2, 1)
+    assert (built.counted.num_documents, built.counted.num_bad) == (2, 1)
 
 
 def test_empty_texts_are_left_out_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -148,7 +148,7 @@ def test_empty_texts_are_left_out_and_counted(tmp_path: Path, tokenizer: Tokeniz
     assert corpus.shard(0).info.num_documents == 2
     assert corpus.num_bad == 1
     built = build(corpus.folder, source, tokenizer, processes=2)
-    assert (built.documents, built.bad) == (2, 1)
+    assert (built.counted.num_documents, built.counted.num_bad) == (2, 1)
 
 
 def test_a_file_that_is_cut_short_is_an_error_under_every_policy(

@@ -51,7 +51,7 @@ class BuildState:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of a complete corpus."""
+    """What a corpus, or a session's part of it, holds."""
 
     num_documents: int
     num_tokens: int
@@ -69,20 +69,10 @@ class Built:
     """None while other parts are missing."""
 
     @property
-    def documents(self) -> int:
-        return self.totals.num_documents if self.totals is not None else self.made.num_documents
-
-    @property
-    def tokens(self) -> int:
-        return self.totals.num_tokens if self.totals is not None else self.made.num_tokens
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        return self.totals.counts if self.totals is not None else {}
-
-    @property
-    def bad(self) -> int:
-        return self.totals.num_bad if self.totals is not None else self.made.num_bad
+    def counted(self) -> Totals:
+        """Counts of the corpus if it is complete, otherwise of what this session made."""
+        made = self.made
+        return self.totals or Totals(made.num_documents, made.num_tokens, made.num_bad)
 
 
 def build(

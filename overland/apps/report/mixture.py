@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from overland.data.ledger import HEAD, MAGIC
+from overland.data.ledger import batches_of
 from overland.data.mixture import Mixture
 from overland.data.plan import Plan
 from overland.errors import OverlandError
@@ -64,7 +62,7 @@ def drawn_mixture(run: Path) -> DrawnMixture:
 def batches_fed(path: Path) -> Iterator[tuple[int, int]]:
     """Yields ranges of batches that became part of the model, as [first, last)."""
     pieces: list[tuple[int, int, int]] = []  # step, batch, count
-    for step, batch, count in fed_batches(path):
+    for step, batch, count in batches_of(path):
         while pieces and pieces[-1][0] + pieces[-1][2] > step + (count == 0):
             was, at, _number = pieces.pop()
             keep = step + (count == 0) - was
@@ -99,33 +97,3 @@ def _rows_of(plan: Plan, first: int, last: int) -> Iterator[tuple[str, int, floa
         before = mixture.before((begin - segment.first_batch) * size)
         asked = np.array(weights) / sum(weights) * (end - begin) * size
         yield from zip(names, (until - before).tolist(), asked.tolist(), strict=True)
-
-
-def fed_batches(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yields the step, the batch and the number of steps of each record; marks have 0 steps. Only
-    headers are read, so that even terabytes of tokens take a moment; `read_ledger` verifies
-    checksums."""
-    with path.open("rb") as file:
-        size, at = file.seek(0, os.SEEK_END), 0
-        while at <= size - HEAD.size:
-            file.seek(at)
-            magic, _, step, batch, count, width = HEAD.unpack(file.read(HEAD.size))
-            end = at + HEAD.size + 8 * count * width
-            if magic == MAGIC and 0 <= count < 1 << 40 and 0 <= width < 1 << 40 and end <= size:
-                yield step, batch, count
-                at = end
-            else:  # torn by a kill; the next record comes after it
-                at = _next_magic(file, at + 1)
-
-
-def _next_magic(file: BinaryIO, at: int) -> int:
-    """Returns where the next record may begin, or the end of the file."""
-    file.seek(at)
-    while data := file.read(1 << 20):
-        if (found := data.find(MAGIC)) >= 0:
-            return at + found
-        at += len(data)
-        if len(data) == 1 << 20:
-            at -= len(MAGIC) - 1
-            file.seek(at)
-    return at

@@ -21,8 +21,7 @@ import numpy as np
 import overland
 from overland.apps.report.charts import Chart, Line, charts_of, charts_to_json
 from overland.apps.report.evaluations import CheckpointScore
-from overland.apps.report.goodput import PARTS
-from overland.apps.report.sessions import ReportedSession
+from overland.apps.report.sessions import PARTS, ReportedSession
 from overland.apps.report.summary import RunReport, moment
 from overland.apps.report.svg import chart_svg, in_page, stacked_bar, timeline_svg, value_words
 from overland.apps.watch.watch import STATES

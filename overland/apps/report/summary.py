@@ -19,10 +19,15 @@ import numpy as np
 
 from overland.apps.console.readme import optimizer_in_words, schedule_in_words
 from overland.apps.report.evaluations import CheckpointScore, read_scores
-from overland.apps.report.goodput import Goodput, where_time_went
 from overland.apps.report.lines import Lines, MetricColumns, Recent
 from overland.apps.report.mixture import DrawnMixture, drawn_mixture
-from overland.apps.report.sessions import Happening, ReportedSession, RunStory
+from overland.apps.report.sessions import (
+    Goodput,
+    Happening,
+    ReportedSession,
+    RunStory,
+    where_time_went,
+)
 from overland.apps.report.thin import bin_sizes, means, spacing_of
 from overland.apps.watch.watch import (
     RunStatus,
