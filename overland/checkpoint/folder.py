@@ -83,20 +83,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[-1].path if found else None
 
 
-def result_of(run: Path, folder: Path, is_saved: bool) -> Path:
-    """Returns the newest checkpoint of a run. With `checkpoint.enable = false` (not `is_saved`), it
-    has none, and those in its folder are an earlier run's."""
-    newest = latest_checkpoint(folder)
-    if newest is None:
-        raise CheckpointError(f"{run} has no checkpoint yet")
-    if not is_saved:
-        raise CheckpointError(
-            f"the last run in {run} saved nothing (checkpoint.enable = false); {newest} is from an "
-            "earlier one: name it if that is the one you mean"
-        )
-    return newest
-
-
 def newest_in(path: Path) -> Path:
     """Returns `path` if it is a checkpoint, otherwise the newest one in the run or folder there."""
     if (path / COMMITTED).is_file():

@@ -18,7 +18,7 @@ from overland.errors import DataError, ModelError, ObjectiveError, OptimizerErro
 from overland.models.flops import trained_parameters
 from overland.models.registry import model_config
 from overland.objectives import objective_for
-from overland.optimizers.adamw import AdamW
+from overland.optimizers.elementwise import AdamW
 from overland.optimizers.registry import optimizer_names, rules_of
 from overland.words import any_of, number_of
 

@@ -20,7 +20,7 @@ from overland.checkpoint import plan
 from overland.config import schema
 from overland.config.derived import GroupRates, group_rates
 from overland.kernels.master_weights import MasterWeights, join
-from overland.optimizers.adamw import AdamW
+from overland.optimizers.elementwise import AdamW
 from overland.optimizers.parameter_shard import (
     ParameterShard,
     Step,

@@ -13,8 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from overland.config.errors import show_value
 from overland.config.schema import JobConfig, Optimizer
 from overland.errors import OptimizerError
-from overland.optimizers.adamw import AdamW
-from overland.optimizers.lion import Lion
+from overland.optimizers.elementwise import AdamW, Lion
 from overland.optimizers.rule import (
     Elementwise,
     Rule,

@@ -13,9 +13,7 @@ A new way to place parameters (experts) needs one more line here.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper
 from math import prod
 
 import torch.distributed as dist
@@ -99,24 +97,3 @@ def _cut(parts: dict[str, tuple[str, ...]], degrees: Degrees, device_type: str) 
     assert tuple(axis for axes in parts.values() for axis in axes) == AXES
     sizes = [prod(getattr(degrees, axis) for axis in axes) for axes in parts.values()]
     return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(parts))
-
-
-def forget_meshes() -> None:
-    """Clears the caches of DTensor and the compiler. They cache results for a mesh, including its
-    group names, and mistake another world's mesh of the same shape for it. A process that joins
-    several worlds, as in `overland check` and in pools of ranks, must clear them."""
-    import torch
-    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
-
-    if "torch._dynamo" in sys.modules:  # its import takes a second
-        torch._dynamo.reset()
-    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
-    for module in (_collective_utils, _redistribute, _sharding_prop):
-        classes = [value for value in vars(module).values() if isinstance(value, type)]
-        for owner in (module, *classes):
-            for value in vars(owner).values():
-                cached = getattr(value, "__func__", value)  # of a static or class method
-                if isinstance(cached, _lru_cache_wrapper):
-                    cached.cache_clear()
-    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()

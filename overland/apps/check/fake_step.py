@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from overland.apps.proofs.pool import forget_meshes
 from overland.checks.own_model import made_up_fields
 from overland.config.derived import (
     STAGES_PER_RANK,
@@ -42,10 +43,10 @@ from overland.models.registry import model_config
 from overland.models.structure import Inputs, Structure, find_module, structure_of, tie
 from overland.objectives import give_objective, objective_for
 from overland.objectives.objective import Objective, count_of
-from overland.optimizers.adamw import AdamW
+from overland.optimizers.elementwise import AdamW
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
-from overland.parallel.mesh import build_mesh, forget_meshes
+from overland.parallel.mesh import build_mesh
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 from overland.parallel.sharding import splits
 from overland.parallel.whole import checked_sums

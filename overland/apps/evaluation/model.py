@@ -26,12 +26,12 @@ from overland.apps.convert.formats.files import (
 )
 from overland.apps.convert.formats.hf import FILES, without_head
 from overland.apps.convert.formats.merge import densify, join, merge
-from overland.apps.convert.formats.overland import complete, step_of_export
+from overland.apps.convert.formats.overland import complete, result_of, step_of_export
 from overland.apps.convert.formats.peft import has_adapters
 from overland.apps.evaluation.weights import FileWeights, RunWeights, Weights
 from overland.apps.progress import progress_bar
 from overland.arguments import integer_or_none, path_of, path_or_none
-from overland.checkpoint.folder import committed, result_of, step_of
+from overland.checkpoint.folder import committed, step_of
 from overland.checkpoint.lazy import MODEL, Config, Lazy
 from overland.checkpoint.read import read_marker
 from overland.checks.model import check_custom_import

@@ -10,9 +10,11 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import _lru_cache_wrapper
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -88,7 +90,6 @@ def _serve(pipe: Connection, device_type: str) -> None:
     import torch.distributed as dist
 
     from overland.parallel.comm import backend_string, own_device
-    from overland.parallel.mesh import forget_meshes
 
     torch.set_num_threads(1)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # simulated nodes are all here
@@ -112,3 +113,24 @@ def _serve(pipe: Connection, device_type: str) -> None:
             return
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def forget_meshes() -> None:
+    """Clears the caches of DTensor and the compiler. They cache results for a mesh, including its
+    group names, and mistake another world's mesh of the same shape for it. A process that joins
+    several worlds, as in `overland check` and in pools of ranks, must clear them."""
+    import torch
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
+
+    if "torch._dynamo" in sys.modules:  # its import takes a second
+        torch._dynamo.reset()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+    for module in (_collective_utils, _redistribute, _sharding_prop):
+        classes = [value for value in vars(module).values() if isinstance(value, type)]
+        for owner in (module, *classes):
+            for value in vars(owner).values():
+                cached = getattr(value, "__func__", value)  # of a static or class method
+                if isinstance(cached, _lru_cache_wrapper):
+                    cached.cache_clear()
+    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()

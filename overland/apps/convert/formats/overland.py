@@ -17,7 +17,7 @@ import overland
 from overland.apps.convert.formats.files import Options, read_json_object
 from overland.apps.convert.formats.hf import open_hf
 from overland.apps.convert.formats.lazy import held
-from overland.checkpoint.folder import committed, result_of, step_of
+from overland.checkpoint.folder import committed, latest_checkpoint, step_of
 from overland.checkpoint.lazy import (
     MODEL,
     MOMENTS,
@@ -241,6 +241,20 @@ def _settings(run_folder: Path) -> dict[str, Any]:
 
 def _checkpoints(run_folder: Path) -> Path:
     return run_folder / str(_settings(run_folder).get("folder", CHECKPOINTS))
+
+
+def result_of(run: Path, folder: Path, is_saved: bool) -> Path:
+    """Returns the newest checkpoint of a run. With `checkpoint.enable = false` (not `is_saved`), it
+    has none, and those in its folder are an earlier run's."""
+    newest = latest_checkpoint(folder)
+    if newest is None:
+        raise CheckpointError(f"{run} has no checkpoint yet")
+    if not is_saved:
+        raise CheckpointError(
+            f"the last run in {run} saved nothing (checkpoint.enable = false); {newest} is from an "
+            "earlier one: name it if that is the one you mean"
+        )
+    return newest
 
 
 def _newest(run_folder: Path) -> Path:
