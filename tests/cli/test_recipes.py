@@ -48,7 +48,10 @@ FINE_TUNING = {
 }
 
 
-@pytest.mark.parametrize("recipe", FINE_TUNING)
+@pytest.mark.parametrize(
+    "recipe",
+    ["sft_lora_llama3_8b", "qlora", "dpo", pytest.param("sft_full", marks=pytest.mark.long)],
+)
 def test_a_recipe_runs_on_a_tiny_model(folder: Path, recipe: str) -> None:
     steps, file = FINE_TUNING[recipe]
     done = overland("train", recipe, "model.from=tiny", cwd=folder, NGPU="1")

@@ -123,7 +123,8 @@ def test_a_signal_saves_and_stops(
     goes_on(tmp_path, unbroken, stopped)
 
 
-def test_a_terminal_that_is_closed_saves_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", ["1", pytest.param("2", marks=LONG)])
+def test_a_terminal_that_is_closed_saves_and_stops(tmp_path: Path, num_ranks: str) -> None:
     """As when an ssh connection breaks: SIGHUP, and whatever is printed from then on fails."""
     terminal, theirs = pty.openpty()
 
@@ -138,7 +139,7 @@ def test_a_terminal_that_is_closed_saves_and_stops(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "overland", *WORDS, *steps(MANY)],
         cwd=tmp_path,
-        env=environment(NGPU="2"),
+        env=environment(NGPU=num_ranks),
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

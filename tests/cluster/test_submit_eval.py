@@ -87,6 +87,7 @@ def test_the_place_of_datasets_comes_along(tmp_path: Path, monkeypatch: pytest.M
     assert f" eval {tmp_path / 'model'}\n" in shown["script"]
 
 
+@pytest.mark.long
 def test_a_job_of_one_node_evaluates_on_all_of_its_ranks(slurm: Slurm, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     write_text_model(tmp_path / "model")

@@ -12,8 +12,13 @@ from tests.cli.processes import ROOT
 from tests.docs.pages import blocks, page
 from tests.docs.tutorials import STORIES
 
+ON_SLURM = ("docs/tutorials/first-cluster-job.md", "docs/tutorials/one-gpu-to-64-nodes.md")
 
-@pytest.mark.parametrize("name", STORIES)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.long if one in ON_SLURM else ()) for one in STORIES],
+)
 def test_a_page_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
     steps = []
     for step in STORIES[name].run(name, tmp_path, whole=bool(os.environ.get("DOCS_WHOLE"))):

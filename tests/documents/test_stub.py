@@ -321,6 +321,7 @@ def test_a_signal_saves_preemptively_and_the_same_line_goes_on(place: Path) -> N
     assert "none repeated, none skipped" in overland("prove", "data", str(RUN), cwd=place).stdout
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_the_same_samples(whole: Path, place: Path) -> None:
     words = [*WORDS, "job.custom_import=tests.seams.images"]
     killed = start_overland("train", CONFIG, *words, cwd=place, NGPU="1", DIES_AFTER="7")

@@ -445,7 +445,10 @@ def validation_losses(world: World, config: JobConfig) -> dict[int, float]:
     return {record["step"]: record["validation_loss"] for record in recorder.validations}
 
 
-@pytest.mark.parametrize("form", ["dcp", "torch", "meta", "safetensors", "overland", "hf"])
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param("dcp", marks=pytest.mark.long), "torch", "meta", "safetensors", "overland", "hf"],
+)
 def test_a_run_starts_from_weights_in_any_format(
     ranks: RankPool, tmp_path: Path, data_folder: Path, form: str
 ) -> None:
