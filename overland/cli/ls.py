@@ -21,8 +21,8 @@ def list_runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List runs, newest first: state, step, loss, validation loss, and age of the last update."""
+    from overland.apps.watch.files import finite
     from overland.apps.watch.listing import list_runs, table
-    from overland.apps.watch.watch import finite
     from overland.words import command
 
     runs = list_runs(folder.expanduser())

@@ -67,9 +67,10 @@ def watch(
     With --once, the exit code gives the state: 0 alive or finished, 1 stopped or failed, 2 nothing
     to watch, 3 no sign of life.
     """
+    from overland.apps.watch.files import finite
     from overland.apps.watch.listing import newest_run
     from overland.apps.watch.view import draw
-    from overland.apps.watch.watch import Watch, finite
+    from overland.apps.watch.watch import Watch
     from overland.console import SafeConsole
     from overland.errors import NoRun
 

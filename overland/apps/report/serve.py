@@ -23,7 +23,7 @@ from urllib.parse import parse_qs
 
 from overland.apps.report.page import build_page, data_of, policy, sections_of
 from overland.apps.report.summary import RunReader
-from overland.apps.watch.watch import finite
+from overland.apps.watch.files import finite
 from overland.errors import ReportError
 
 LOOPBACK = "127.0.0.1"

@@ -12,7 +12,7 @@ from overland.apps.report.charts import charts_of, charts_to_json
 from overland.apps.report.page import build_page
 from overland.apps.report.summary import RunReport
 from overland.apps.report.svg import chart_svg, timeline_svg
-from overland.apps.watch.watch import finite
+from overland.apps.watch.files import finite
 from overland.errors import ReportError, sentence
 from overland.files import replace_file
 

@@ -7,23 +7,28 @@ may be missing. Nothing here imports torch, so it is quick even on a busy login 
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import shlex
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from overland.apps.evaluation.results import read_results
+from overland.apps.watch.files import (
+    modified,
+    number,
+    read_json,
+    read_last_line,
+    read_text,
+    read_toml,
+    table_in,
+)
 from overland.apps.watch.queue import Queue, QueuedJob
 from overland.cluster.supervise.events import LARGEST, Event, Events
 from overland.config.schema import NO_DESCRIPTION
 from overland.errors import NoRun
-from overland.files import parse_toml
 from overland.processes import host, is_running
 from overland.run_folder import (
     ATTEMPTS,
@@ -64,8 +69,6 @@ SILENT_SECONDS = 60.0
 SILENT_STEPS = 20
 OWNER_SECONDS = 120.0  # renewed every 15 s, but NFS may show it a minute late
 CURVE_POINTS = 2000
-LONGEST_EVENT = 1 << 16  # bytes, of a line of sessions.jsonl
-LARGEST_TEXT = 1 << 22  # bytes read of a config or another small file
 NOT_FINITE = re.compile(rf"{CHECKPOINT.pattern}\.nonfinite")
 SAVING = re.compile(rf"\.{CHECKPOINT.pattern}\.tmp")
 
@@ -175,7 +178,7 @@ class Watch:
         config = _read_config(self.run)
         newest = self.history.newest
         newest_step = int(newest.get("step", 0))
-        is_live_newer = _number(live.get("time")) > _number(newest.get("time"))
+        is_live_newer = number(live.get("time")) > number(newest.get("time"))
         # If the config counts epochs, the number of steps is only known once training starts.
         steps = table_in(config, "training").get("steps")
         steps = steps or read_json(self.run / PLAN).get("steps")
@@ -187,7 +190,7 @@ class Watch:
             steps=steps if isinstance(steps, int) and steps < LARGEST else None,
             step_seconds=self.history.step_seconds or live.get("step_seconds"),
             phase=live.get("phase"),
-            stepped=max(_number(live.get("stepped")), _number(newest.get("time"))) or None,
+            stepped=max(number(live.get("stepped")), number(newest.get("time"))) or None,
             newest=newest,
             losses=thinned(self.history.losses, CURVE_POINTS),
             held_out=dict(self.history.held_out),
@@ -238,11 +241,11 @@ def judge_state(
     is_gone = seen.queue is not None and not any(job.runs for job in seen.queue)
     if signalled and not is_gone and age < limit:
         return "stopping", str(signalled.get("what", ""))
-    if supervised and not signalled and seen.time - _number(live.get("time")) < limit:
+    if supervised and not signalled and seen.time - number(live.get("time")) < limit:
         state, words = supervised
         return state, words or waits_for_disk(seen, live)
     if owner and not signalled and owner_lives(owner, seen.time):
-        has_stepped = _number(seen.newest.get("time")) >= _number(owner.get("since"))
+        has_stepped = number(seen.newest.get("time")) >= number(owner.get("since"))
         return "training" if has_stepped else "starting", ""
     done = read_text(run / DONE)
     if steps_in(done) >= max(1, seen.steps or 0):
@@ -253,7 +256,7 @@ def judge_state(
     running = [job for job in seen.queue or [] if job.runs]
     waiting = [job for job in seen.queue or [] if not job.runs]
     # A requeued job keeps its id, so the recorded end may belong to its earlier start.
-    has_ended = end and not any(started_after(job, _number(end.get("time"))) for job in running)
+    has_ended = end and not any(started_after(job, number(end.get("time"))) for job in running)
     if running and not (has_ended and end.get("job") == running[0].id):
         words = f"job {running[0].id} is running"
         if seen.last_sign is None or started_after(running[0], seen.last_sign):
@@ -275,7 +278,7 @@ def judge_state(
 
 def last_failure(run: Path) -> str:
     """Returns why the last session failed; "" if it did not, or if that is not known."""
-    end = _read_last_line(run / SESSIONS)
+    end = read_last_line(run / SESSIONS)
     if end.get("event") != "end" or end.get("how") != "failed":
         return ""
     return str(end.get("what") or "the last session failed")
@@ -303,22 +306,22 @@ def waits_for_disk(seen: RunStatus, live: Event) -> str:
 
 def transferred(transfer: Event) -> str:
     """Returns the progress of a transfer, such as `12.0 of 40.0 GB, no progress for 45 s`."""
-    done, total = _number(transfer.get("bytes")), _number(transfer.get("total_bytes"))
+    done, total = number(transfer.get("bytes")), number(transfer.get("total_bytes"))
     words = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB" if total else f"{done / 1e9:.1f} GB"
-    quiet = _number(transfer.get("quiet_seconds"))
+    quiet = number(transfer.get("quiet_seconds"))
     return words + (f", no progress for {duration(quiet)}" if quiet > QUIET_SECONDS else "")
 
 
 def last_sign(live: Event, owner: Event, newest: Record, events: Events) -> float | None:
-    signs = [_number(live.get("time")), _number(owner.get("renewed")), _number(newest.get("time"))]
-    signs += [_number(event.get("time")) for event in events.all[-1:]]
+    signs = [number(live.get("time")), number(owner.get("renewed")), number(newest.get("time"))]
+    signs += [number(event.get("time")) for event in events.all[-1:]]
     return max(signs) or None
 
 
 def owner_lives(owner: Event, now: float) -> bool:
     if owner.get("host") == host():
         return is_running(owner)
-    return now - _number(owner.get("renewed")) < OWNER_SECONDS
+    return now - number(owner.get("renewed")) < OWNER_SECONDS
 
 
 def jobs_to_ask_for(run: Path, job: str | None) -> str | None:
@@ -359,7 +362,7 @@ def read_checkpoints(folder: Path) -> Checkpoints:
     except OSError:
         return Checkpoints()
     for path in children:
-        if (named := CHECKPOINT.fullmatch(path.name)) and (saved := _modified(path / COMMITTED)):
+        if (named := CHECKPOINT.fullmatch(path.name)) and (saved := modified(path / COMMITTED)):
             found.append((int(named[1]), path.name, saved))
         elif named := SAVING.fullmatch(path.name):
             saving.append((int(named[1]), path.name.removeprefix(".").removesuffix(".tmp")))
@@ -379,74 +382,14 @@ def _description(config: dict[str, Any]) -> str:
 def _read_config(run: Path) -> dict[str, Any]:
     """Reads the newer of the last session's config and any config submitted since."""
     submitted = [path for path in run.glob(f"{SUBMITTED}/*.toml") if path.stem.isdecimal()]
-    paths = sorted([run / CONFIG, *submitted], key=_modified, reverse=True)
+    paths = sorted([run / CONFIG, *submitted], key=modified, reverse=True)
     return next(filter(None, map(read_toml, paths)), {})
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Returns a config; {} if it cannot be read, such as while it is being written."""
-    with suppress(ValueError):
-        return parse_toml(read_text(path))
-    return {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return _table_of(read_text(path))
 
 
 def _read_owner(path: Path) -> Event:
     owner = read_json(path)
-    return {**owner, "renewed": _modified(path)} if owner else {}
-
-
-def _read_last_line(path: Path) -> dict[str, Any]:
-    """Returns the last JSON object of a file with one per line."""
-    lines = read_text(path, from_end=LONGEST_EVENT).splitlines()
-    return _table_of(lines[-1]) if lines else {}
-
-
-def _table_of(text: str) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        value = json.loads(text)
-        return value if isinstance(value, dict) else {}
-    return {}
-
-
-def read_text(path: Path, from_end: int = 0) -> str:
-    """Returns a file's text without space around it, or the last `from_end` bytes of it; "" if it
-    cannot be read."""
-    with suppress(OSError):
-        if path.is_file():  # opening a named pipe would block
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - from_end) if from_end else 0)
-                return file.read(LARGEST_TEXT).decode(errors="replace").strip()
-    return ""
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def table_in(config: Mapping[str, Any], section: str) -> dict[str, Any]:
-    value = config.get(section)
-    return value if isinstance(value, dict) else {}
+    return {**owner, "renewed": modified(path)} if owner else {}
 
 
 def _names(value: object) -> list[str]:
     return [str(name) for name in value] if isinstance(value, list) else []
-
-
-def finite(value: Any) -> Any:
-    """Replaces non-finite numbers with None, since JSON has no NaN."""
-    if isinstance(value, dict):
-        return {str(name): finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,75 @@
+"""Reads files of a run that may be missing, truncated, or hold anything."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from overland.files import parse_toml
+
+LARGEST_TEXT = 1 << 22  # bytes read of a config or another small file
+LONGEST_EVENT = 1 << 16  # bytes, of a line of sessions.jsonl
+
+
+def read_text(path: Path, from_end: int = 0) -> str:
+    """Returns a file's text without space around it, or the last `from_end` bytes of it; "" if it
+    cannot be read."""
+    with suppress(OSError):
+        if path.is_file():  # opening a named pipe would block
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - from_end) if from_end else 0)
+                return file.read(LARGEST_TEXT).decode(errors="replace").strip()
+    return ""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns a config; {} if it cannot be read, such as while it is being written."""
+    with suppress(ValueError):
+        return parse_toml(read_text(path))
+    return {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return _table_of(read_text(path))
+
+
+def read_last_line(path: Path) -> dict[str, Any]:
+    """Returns the last JSON object of a file with one per line."""
+    lines = read_text(path, from_end=LONGEST_EVENT).splitlines()
+    return _table_of(lines[-1]) if lines else {}
+
+
+def _table_of(text: str) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def table_in(config: Mapping[str, Any], section: str) -> dict[str, Any]:
+    value = config.get(section)
+    return value if isinstance(value, dict) else {}
+
+
+def finite(value: Any) -> Any:
+    """Replaces non-finite numbers with None, since JSON has no NaN."""
+    if isinstance(value, dict):
+        return {str(name): finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
