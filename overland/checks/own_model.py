@@ -54,7 +54,7 @@ def require_order(architecture: Any, config: JobConfig, degrees: Degrees) -> str
         model = build_undivided(architecture, any_device)
         require_splittable(model, architecture, degrees)
         structure = structure_of(model)
-        if structure is None or structure.between is None:
+        if structure.between is None:
             return ""  # which stage_costs() refuses
         rows = config.parallelism.pipeline_parallel_microbatch_size
         tokens = config.training.seq_len

@@ -147,8 +147,7 @@ def outline_of(config: Any) -> tuple[Structure, Shapes]:
     if describes_itself(config):
         return config.structure(), config.parameter_shapes()
     model = built_on_meta(config)
-    structure = structure_of(model) or Structure(blocks=())
-    return structure, {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return structure_of(model), {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def describes_itself(config: Any) -> bool:

@@ -85,7 +85,7 @@ class LoRA(Transform):
         named = {name: one for name, one in model.named_modules() if name}
         fitting = [name for name, one in named.items() if isinstance(one, nn.Linear | nn.Embedding)]
         if settings.targets == ALL_LINEAR:
-            outputs = structure.last_stage if (structure := structure_of(model)) is not None else ()
+            outputs = structure_of(model).last_stage
             fitting = [n for n in fitting if isinstance(named[n], nn.Linear) and n not in outputs]
         for key in ("targets", "modules_to_save"):
             self._require(key, getattr(settings, key), fitting if key == "targets" else [*named])

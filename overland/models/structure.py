@@ -60,7 +60,7 @@ class Role(StrEnum):
 class Structure:
     """Modules are named by their dotted paths in the model."""
 
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...] = ()
     """Lists of blocks (ModuleList or ModuleDict), in the order of the forward pass."""
     first_stage: tuple[str, ...] = ()
     """Modules with parameters that only the first stage of a pipeline has."""
@@ -83,11 +83,9 @@ class Structure:
     """Whether a pass never waits for the device, so that it can be recorded as a CUDA graph."""
 
 
-def structure_of(model: nn.Module) -> Structure | None:
-    """Returns the model's own description; None if it has none."""
-    describe = getattr(model, "structure", None)
-    if describe is None:
-        return None
+def structure_of(model: nn.Module) -> Structure:
+    """Returns the model's own description; an empty one if it does not describe itself."""
+    describe = getattr(model, "structure", None) or Structure
     structure = describe()
     if not isinstance(structure, Structure):
         raise ModelError(
@@ -99,9 +97,9 @@ def structure_of(model: nn.Module) -> Structure | None:
 
 def check_structure(model: nn.Module) -> None:
     """Raises if the description names modules or parameters that the model does not have."""
-    structure = structure_of(model)
-    if structure is None:
+    if getattr(model, "structure", None) is None:
         return
+    structure = structure_of(model)
     name = type(model).__name__
     for key in ("blocks", "first_stage", "last_stage", "compiled"):
         if isinstance(paths := getattr(structure, key), str):
@@ -129,9 +127,8 @@ def check_structure(model: nn.Module) -> None:
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the local blocks, by full name and in order; none if the model names none."""
-    structure = structure_of(model)
     found: dict[str, nn.Module] = {}
-    for path in structure.blocks if structure is not None else ():
+    for path in structure_of(model).blocks:
         blocks = find_module(model, path)
         if blocks is not None:
             found |= {f"{path}.{name}": block for name, block in blocks.named_children()}
@@ -151,16 +148,14 @@ def remove_module(model: nn.Module, path: str) -> None:
     around, _, name = path.rpartition(".")
     owner = find_module(model, around) if around else model
     assert owner is not None
-    structure = structure_of(model)
-    if structure is not None and around in structure.blocks:
+    if around in structure_of(model).blocks:
         del owner._modules[name]  # the others keep their numbers
     else:
         setattr(owner, name, None)
 
 
 def ties_of(model: nn.Module) -> Mapping[str, str]:
-    structure = structure_of(model)
-    return structure.ties if structure is not None else {}
+    return structure_of(model).ties
 
 
 def tie(model: nn.Module) -> None:
@@ -181,11 +176,8 @@ def inside(path: str, modules: tuple[str, ...]) -> bool:
 
 def walk_roles(model: nn.Module) -> Iterator[tuple[str, Role]]:
     """Yields every matrix that has a role, by the full name of its module."""
-    structure = structure_of(model)
-    if structure is None:
-        return
     blocks = blocks_of(model)
-    for path, role in structure.roles.items():
+    for path, role in structure_of(model).roles.items():
         if find_module(model, path) is not None:
             yield path, role
         for name, block in blocks.items():

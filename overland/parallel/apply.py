@@ -65,7 +65,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None, mesh: Mesh, config:
     if mesh.degrees.cp > 1:
         assert plan is not None
         plan.split_context(model, mesh.axis("cp"))
-    if structure is not None:
+    if blocks:
         compiled_and_split = bool(config.compile.enable) and mesh.degrees.tp > 1
         checkpoint_activations(
             blocks, config.activation_checkpoint, structure.random, compiled_and_split
@@ -99,8 +99,6 @@ def require_blocks_apart(model: nn.Module) -> None:
     """Raises if blocks share a module or parameter, which would be split twice, or trained
     separately by two stages."""
     structure = structure_of(model)
-    if structure is None:
-        return
     block_of: dict[nn.Module, str] = {}
     for path in structure.blocks:
         blocks = find_module(model, path)
@@ -176,7 +174,6 @@ def build_parallel_model(
         kind = Replayed if can_replay(parts[0], mesh, config) else Whole
         return kind(parts[0], config.training.local_batch_size, num_sums)
     structure = structure_of(parts[0])
-    assert structure is not None
     assert structure.between is not None
     tokens = config.training.seq_len // mesh.degrees.cp
     rows = config.parallelism.pipeline_parallel_microbatch_size

@@ -93,7 +93,6 @@ def compile_blocks(model: nn.Module, settings: Compile) -> None:
     # would end the run.
     dynamo_config.recompile_limit = RECOMPILE_LIMIT
     structure = structure_of(model)
-    assert structure is not None
     others = (find_module(model, path) for path in structure.compiled)
     # Uncompiled, a decoder's last norm takes fourteen small kernels; under tensor parallelism such
     # modules are left alone.

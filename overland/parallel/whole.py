@@ -179,6 +179,4 @@ def can_replay(model: nn.Module, mesh: Mesh, config: JobConfig) -> bool:
         return False
     if mesh.device_type != "cuda" or torch.version.hip or not is_single(mesh, config):
         return False
-    structure = structure_of(model)
-    recordable = structure is not None and structure.recordable
-    return recordable and config.model.attention != "flex"
+    return structure_of(model).recordable and config.model.attention != "flex"

@@ -209,11 +209,7 @@ def stage_inputs(
     fields = fields_of_pass(architecture, config, degrees)
     first, others = Inputs(part).of(fields)
     structure = structure_of(part)
-    if (
-        structure is not None
-        and structure.between is not None
-        and not is_first_stage(part, structure)
-    ):
+    if structure.between is not None and not is_first_stage(part, structure):
         dtype = getattr(torch, config.training.mixed_precision_param)
         tokens = config.training.seq_len // degrees.cp
         shape = (len(first), *structure.between(tokens // degrees.tp))
