@@ -96,7 +96,8 @@ class History:
 
     def _paces(self) -> list[float]:
         timed = [(one["step"], one["time"]) for one in self.recent if "time" in one]
-        return [(t - u) / (step - s) for (s, u), (step, t) in pairwise(timed) if t >= u]
+        steps = [(step - s, t - u) for (s, u), (step, t) in pairwise(timed)]
+        return [seconds / num for num, seconds in steps if num > 0 and seconds >= 0]
 
 
 def _is_number(name: str, value: Any) -> bool:

@@ -78,6 +78,12 @@ def test_the_pace_knows_nothing_of_restarts(tmp_path: Path) -> None:
     assert found.pace == pytest.approx((2 + 2 + 4 + 2) / 4 / 10)
 
 
+def test_a_step_that_is_logged_twice_does_not_count_for_the_pace(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1, 10.0) + line(1, 11.0) + line(2, 12.0))
+    assert follow(path).pace == pytest.approx(1.0)
+
+
 def test_without_times_there_is_no_pace(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1) + line(2))
