@@ -91,12 +91,11 @@ def fetch_for_tasks(
     from overland.apps.evaluation.task_data import (
         fetch_tasks,
         in_words,
-        matching,
         needs_of,
-        open_manager,
         task_names,
         tasks_root,
     )
+    from overland.apps.evaluation.task_index import matching, open_manager
     from overland.errors import HubError
 
     wanted = task_names(names)

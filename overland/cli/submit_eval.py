@@ -88,13 +88,8 @@ def check_tasks(options: dict[str, Any]) -> None:
     """Refuses tasks whose datasets are missing, before the job waits for a node."""
     if not options["tasks"]:
         return
-    from overland.apps.evaluation.task_data import (
-        matching,
-        needs_of,
-        open_manager,
-        task_names,
-        tasks_root,
-    )
+    from overland.apps.evaluation.task_data import needs_of, task_names, tasks_root
+    from overland.apps.evaluation.task_index import matching, open_manager
     from overland.apps.evaluation.task_run import no_network
     from overland.errors import ClusterError
     from overland.words import command

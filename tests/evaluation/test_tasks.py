@@ -19,7 +19,8 @@ from overland.apps.evaluation.crew import TaskRanks, key_of
 from overland.apps.evaluation.evaluate import EvaluationRequest, open_session
 from overland.apps.evaluation.results import Kept
 from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore
-from overland.apps.evaluation.task_data import local_files, open_manager, task_names
+from overland.apps.evaluation.task_data import local_files, task_names
+from overland.apps.evaluation.task_index import open_manager
 from overland.apps.evaluation.task_run import (
     TaskSettings,
     by_task,

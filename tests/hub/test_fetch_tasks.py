@@ -12,16 +12,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from overland.apps.evaluation import task_data
-from overland.apps.evaluation.task_data import (
-    TaskData,
-    data_of,
-    fetched,
-    matching,
-    needs_of,
-    open_manager,
-    task_names,
-)
-from overland.apps.evaluation.task_index import kept_index
+from overland.apps.evaluation.task_data import TaskData, data_of, fetched, needs_of, task_names
+from overland.apps.evaluation.task_index import kept_index, matching, open_manager
 from overland.apps.evaluation.task_run import load_tasks
 from overland.cli.main import app
 from overland.errors import DataError

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,7 +55,6 @@ T = TypeVar("T")
 MOST_CONTEXT = 4096  # the default is no longer, although many models allow 131,072 tokens
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 LINE_SECONDS = 30.0
-JOINED = 2  # how documents are joined: the first way scored an EOS after the last one too
 
 
 @dataclass(frozen=True)
@@ -190,13 +190,7 @@ def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Setti
             f"--prefix {asked.prefix} has no effect on {one.name}, which has token ids: they are "
             "scored as they are"
         )
-    key: list[Any] = [
-        weights,
-        one.fingerprint(marks),
-        found.tokenizer.fingerprint,
-        asdict(settings),
-    ]
-    key += [JOINED] if settings.joined else []
+    key = [weights, one.fingerprint(marks), found.tokenizer.fingerprint, asdict(settings)]
     kept = Kept(asked.place(found), KIND, one.name, key, session.report)
     before, done = session.once(partial(_kept_before, kept, asked.again, session.report))
     if before is not None:
@@ -238,30 +232,36 @@ def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Setti
         "summed_loss": sums.loss,
         "skipped_documents": one.source.num_bad,
         "takes_prefix": one.takes_prefix,
-        "settings": asdict(settings),
-        "ranks": session.world.size,
-        "seconds": round(time.monotonic() - started, 3),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"overland": overland.__version__, "torch": str(torch.__version__)},
+        **how(session, settings, started),
     }
     path = session.once(partial(kept.finish, record))
     return {**record, "key": kept.key, "kept": None if path is None else str(path)}
 
 
+def how(session: EvaluationSession, settings: Any, started: float, *packages: str) -> Record:
+    """Returns how a result was computed, for its record."""
+    return {
+        "settings": asdict(settings),
+        "ranks": session.world.size,
+        "seconds": round(time.monotonic() - started, 3),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(*packages),
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    own = {"overland": overland.__version__, "torch": str(torch.__version__)}
+    return own | {name: version(name) for name in packages}
+
+
 def _kept_before(kept: Kept, again: bool, report: Report) -> tuple[Record | None, list[Done]]:
     """Returns the saved result, or the parts that are already done."""
     if not again and (before := kept.result()) is not None:
-        report(f"using the saved result in {kept.path} (--again recomputes it)")
-        return {**before, "kept": str(kept.path)}, []
+        return before, []
     records = [] if again else kept.done()
     done = [one for one in map(Done.from_json, records) if one is not None]
     if done:
         report(f"resuming: {len({one.part for one in done}):,} parts are already done")
-    elif left := kept.left_over():
-        report(
-            f"note: {left[0]} belongs to an unfinished evaluation with other weights, data or "
-            "settings; you may delete it"
-        )
     return None, done
 
 

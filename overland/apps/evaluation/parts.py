@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from overland.apps.evaluation.documents import Document
-from overland.apps.evaluation.windows import Ids, WindowRow, row_of, spans
+from overland.apps.evaluation.windows import Ids, Span, WindowRow, row_of, spans
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 
@@ -62,6 +63,10 @@ class Cutter:
     def part_tokens(self) -> int:
         return max(LEAST_TOKENS, WINDOWS * self.context)
 
+    @property
+    def part_windows(self) -> int:
+        return max(1, self.part_tokens // self.stride)
+
     def parts(self, documents: Iterable[Document]) -> Iterator[EvaluationPart]:
         yield from self._joined(documents) if self.joined else self._alone(documents)
 
@@ -88,7 +93,8 @@ class Cutter:
             rows: list[WindowRow] = []
             found = self._encode(documents)
             for document, ids in zip(documents, found, strict=True):
-                rows += self._rows(document, ids, list(spans(len(ids), self.context, self.stride)))
+                windows = spans(len(ids), self.context, self.stride)
+                rows += self._rows(document, ids, list(windows))
             unscored = sum(map(self._unscored, documents, found))
             return WindowRows(rows, unscored, *self._measure(documents, found))
 
@@ -98,27 +104,23 @@ class Cutter:
         """Yields a document as one or more parts of its own; all ranks tokenize it."""
         (ids,) = self._encode([document])
         windows = list(spans(len(ids), self.context, self.stride))
-        per_part = max(1, self.part_tokens // self.stride)
-        for start in range(0, max(1, len(windows)), per_part):
-            some = windows[start : start + per_part]
-
-            def make(
-                some: Sequence[tuple[int, int, int]] = some, first: bool = start == 0
-            ) -> WindowRows:
-                rows = self._rows(document, ids, some)
-                if not first:
-                    return WindowRows(rows)
-                unscored = self._unscored(document, ids)
-                return WindowRows(rows, unscored, *self._measure([document], [ids]))
-
+        for start in range(0, max(1, len(windows)), self.part_windows):
+            make = partial(self._part_of_long, document, ids, windows, start)
             yield EvaluationPart(next(self._numbers), int(start == 0), make)
+
+    def _part_of_long(
+        self, document: Document, ids: Ids, windows: Sequence[Span], start: int
+    ) -> WindowRows:
+        rows = self._rows(document, ids, windows[start : start + self.part_windows])
+        if start:
+            return WindowRows(rows)
+        return WindowRows(rows, self._unscored(document, ids), *self._measure([document], [ids]))
 
     def _joined(self, documents: Iterable[Document]) -> Iterator[EvaluationPart]:
         """Yields parts of one long text; all ranks tokenize all of it, some documents at a time."""
         text = JoinedDocuments(self.context, self.stride)
         those: list[Document] = []
         encoded: list[Ids] = []
-        most = max(1, self.part_tokens // self.stride)
         source = iter(documents)
         before: Document | None = None
         while some := list(islice(source, TOGETHER)):
@@ -130,14 +132,12 @@ class Cutter:
             text.add(pieces)
             those += some
             encoded += found
-            while rows := text.take(most):
+            while rows := text.take(self.part_windows):
                 yield self._part_of_joined(rows, those, encoded)
                 those, encoded = [], []
-        rows = text.take(most, is_all=True)
-        while rows or those:
+        while (rows := text.take(self.part_windows, is_all=True)) or those:
             yield self._part_of_joined(rows, those, encoded)
             those, encoded = [], []
-            rows = text.take(most, is_all=True)
 
     def _part_of_joined(
         self, rows: list[WindowRow], those: list[Document], encoded: list[Ids]
@@ -188,9 +188,7 @@ class Cutter:
                 "--tokenizer is not the model's"
             )
 
-    def _rows(
-        self, document: Document, ids: Ids, some: Sequence[tuple[int, int, int]]
-    ) -> list[WindowRow]:
+    def _rows(self, document: Document, ids: Ids, some: Sequence[Span]) -> list[WindowRow]:
         rows = [row_of(ids, span, document.counts) for span in some]
         return [row for row in rows if row.num_scored]
 

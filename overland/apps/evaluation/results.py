@@ -85,18 +85,18 @@ class Kept:
         label = f"{kind}-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}"
         self.path = place / f"{label}-{self.key}.json"
         self.parts = place / f".{label}-{self.key}.parts"
-        self.others = f".{label}-*.parts"
         self._report, self._file = report, None
         self._is_off = False
 
     _file: BinaryIO | None
 
     def result(self) -> Record | None:
-        """Returns the saved result of an evaluation with the same key."""
+        """Returns the saved result of an evaluation with the same key, and reports it."""
         with suppress(OSError, ValueError):
             found = read_json(self.path, LARGEST)
             if isinstance(found, dict) and found.get("key") == self.key:
-                return found
+                self._report(f"using the saved result in {self.path} (--again recomputes it)")
+                return {**found, "kept": str(self.path)}
         return None
 
     def done(self) -> list[Record]:
@@ -106,10 +106,6 @@ class Kept:
             with suppress(OSError):
                 found += list(_lines(file))
         return found
-
-    def left_over(self) -> list[Path]:
-        """Returns unfinished evaluations of the same name with another key."""
-        return [one for one in sorted(self.path.parent.glob(self.others)) if one != self.parts]
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Saves a finished part; it is on disk when this returns."""

@@ -15,18 +15,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from glob import glob
 from pathlib import Path
 from typing import Any, cast
 
-from overland.apps.evaluation.task_index import kept_index
+from overland.apps.evaluation.task_index import is_file
 from overland.apps.hub.fetch import Report, Wanted, fetch
 from overland.apps.hub.snapshot import read_snapshot
 from overland.config.load import recipes_folder
 from overland.data.sources.marks import digest_of
 from overland.errors import DataError, HubError
-from overland.plugins import need
 from overland.words import command, did_you_mean
 
 LISTS = "tasks"  # folder in the recipes
@@ -53,12 +51,6 @@ class TaskData:
     def folder(self, root: Path) -> Path:
         at = f"@{self.revision}" if self.revision else ""
         return root / f"{self.name}{at}".replace("/", "___")
-
-    @property
-    def wanted(self) -> Wanted:
-        if self.files:
-            return Wanted("dataset", self.name, self.revision, include=self.files)
-        return Wanted("dataset", self.name, self.revision, subsets=(self.subset,))
 
     def is_here(self, root: Path) -> bool:
         folder = self.folder(root)
@@ -135,41 +127,6 @@ def read_list(name: str) -> list[str]:
     return [name for line in lines for name in line.replace(",", " ").split()]
 
 
-@lru_cache(maxsize=1)
-def open_manager(names: tuple[str, ...], include_path: Path | None = None) -> Any:
-    """Returns the harness's index of tasks. Its built-in index is large, and is skipped if all
-    names are in `include_path`."""
-    need("lm_eval", "a task", "eval")
-    from lm_eval.tasks import TaskManager
-
-    if include_path is not None:
-        if not include_path.is_dir():
-            raise DataError(f"--include-path {include_path} is not a folder of task definitions")
-        own = TaskManager(include_path=str(include_path), include_defaults=False)
-        if all(own.match_tasks([name]) or is_file(name) for name in names):
-            return own
-    with kept_index():
-        return TaskManager(include_path=None if include_path is None else str(include_path))
-
-
-def is_file(name: str) -> bool:
-    return name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file()
-
-
-def matching(manager: Any, names: Iterable[str]) -> list[str]:
-    """Returns the matching tasks, groups and tags; `*` matches anything."""
-    found: list[str] = []
-    for name in names:
-        some = [name] if is_file(name) else manager.match_tasks([name])
-        if not some:
-            near = did_you_mean(name, manager.all_tasks)
-            if len(manager.all_tasks) > 50 and "did you mean" not in near:
-                near = "; `lm_eval ls tasks` lists those of the harness"
-            raise DataError(f"there is no task '{name}'{near}")
-        found += some
-    return list(dict.fromkeys(found))
-
-
 def needs_of(manager: Any, names: Iterable[str]) -> Needs:
     needs = Needs({}, {}, {})
     for name, config in leaves(manager, names):
@@ -215,8 +172,9 @@ def leaves(manager: Any, names: Iterable[str]) -> Iterator[tuple[str, dict[str, 
 
 def data_of(config: Mapping[str, Any]) -> list[TaskData] | str:
     """Returns the datasets that a definition names, or why they are unknown."""
-    if config.get("custom_dataset"):
-        return f"its data is read by a custom function ({function_name(config['custom_dataset'])})"
+    if function := config.get("custom_dataset"):
+        name = str(getattr(function, "__name__", function)).rpartition("/")[2]
+        return f"its data is read by a custom function ({name})"
     path, subset = config.get("dataset_path"), config.get("dataset_name")
     options = config.get("dataset_kwargs") or {}
     if path is None and config.get("class"):
@@ -273,10 +231,6 @@ def attributes_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
     return getattr(resolved, "DATASET_PATH", None), getattr(resolved, "DATASET_NAME", None)
 
 
-def function_name(function: Any) -> str:
-    return str(getattr(function, "__name__", function)).rpartition("/")[2]
-
-
 def listed(data_files: Any) -> list[list[str]]:
     """Returns files by split, from any form that the library accepts."""
     some = data_files.values() if isinstance(data_files, Mapping) else [data_files or []]
@@ -311,7 +265,8 @@ def fetch_tasks(
         try:
             for wanted in requests_of(name, revision, some):
                 done = fetch(wanted, folder, report)
-            require_no_script(name, done.snapshot.files)
+            if f"{name.rpartition('/')[2]}.py" in done.snapshot.files:
+                raise DataError(scripted(name, name))
             for one in some:
                 prepare(one, root)
         except (HubError, DataError) as error:
@@ -333,20 +288,9 @@ def requests_of(name: str, revision: str | None, some: list[TaskData]) -> list[W
     """Returns as few requests to the Hub as possible: one for all subsets, and one for all
     files."""
     subsets = tuple(sorted({one.subset for one in some if not one.files}, key=str))
-    files = [one.wanted for one in some if one.files]
+    files = [Wanted("dataset", name, revision, include=one.files) for one in some if one.files]
     whole = [Wanted("dataset", name, revision, subsets=subsets)] if subsets else []
     return whole + files
-
-
-def require_no_script(name: str, files: Iterable[str]) -> None:
-    script = f"{name.rpartition('/')[2]}.py"
-    if script in files:
-        import datasets
-
-        raise DataError(
-            f"{name} is loaded by its own script, {script}, which the `datasets` library no longer "
-            f"supports since version 4 (installed: {datasets.__version__}): no task can read it"
-        )
 
 
 def prepare(one: TaskData, root: Path) -> None:
@@ -433,6 +377,13 @@ def moved_files(files: Any, root: Path) -> Any:
     return str(here.absolute()) if here.is_file() else files
 
 
+def scripted(what: str, path: str) -> str:
+    return (
+        f"{what} is loaded by its own script, {path.rpartition('/')[2]}.py, which the `datasets` "
+        "library no longer supports since version 4: no task can read it"
+    )
+
+
 def explained(
     error: Exception, path: str, subset: str | None, root: Path, tasks: list[str]
 ) -> str | None:
@@ -442,10 +393,7 @@ def explained(
 
     what = path if subset is None else f"{path}, subset {subset}"
     if isinstance(error, RuntimeError) and "scripts are no longer supported" in str(error):
-        return (
-            f"{what} is loaded by its own script, which the `datasets` library no longer supports "
-            "since version 4: no task can read it"
-        )
+        return scripted(what, path)
     missing = (
         DatasetNotFoundError, ConnectionError, FileNotFoundError, OfflineModeIsEnabled,
         HfHubHTTPError,

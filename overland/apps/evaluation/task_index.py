@@ -1,4 +1,4 @@
-"""Caches the harness's index of its 14,000 task definitions, since reading them all takes 15
+"""The harness's index of its 14,000 task definitions, cached since reading them all takes 15
 seconds.
 
 The cache is in XDG_CACHE_HOME and is keyed by the version of the harness and the names, sizes and
@@ -11,14 +11,53 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from overland.data.sources.marks import digest_of
+from overland.errors import DataError
 from overland.files import replace_file
+from overland.plugins import need
+from overland.words import did_you_mean
 
 FORMAT = 1
+
+
+@lru_cache(maxsize=1)
+def open_manager(names: tuple[str, ...], include_path: Path | None = None) -> Any:
+    """Returns the harness's index of tasks. Its built-in index is large, and is skipped if all
+    names are in `include_path`."""
+    need("lm_eval", "a task", "eval")
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        if not include_path.is_dir():
+            raise DataError(f"--include-path {include_path} is not a folder of task definitions")
+        own = TaskManager(include_path=str(include_path), include_defaults=False)
+        if all(own.match_tasks([name]) or is_file(name) for name in names):
+            return own
+    with kept_index():
+        return TaskManager(include_path=None if include_path is None else str(include_path))
+
+
+def is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file()
+
+
+def matching(manager: Any, names: Iterable[str]) -> list[str]:
+    """Returns the matching tasks, groups and tags; `*` matches anything."""
+    found: list[str] = []
+    for name in names:
+        some = [name] if is_file(name) else manager.match_tasks([name])
+        if not some:
+            near = did_you_mean(name, manager.all_tasks)
+            if len(manager.all_tasks) > 50 and "did you mean" not in near:
+                near = "; `lm_eval ls tasks` lists those of the harness"
+            raise DataError(f"there is no task '{name}'{near}")
+        found += some
+    return list(dict.fromkeys(found))
 
 
 @contextmanager

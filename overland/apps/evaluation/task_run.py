@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from overland.apps.evaluation.task_data import NO_NETWORK, fetched, matching, open_manager
+from overland.apps.evaluation.task_data import NO_NETWORK, fetched
+from overland.apps.evaluation.task_index import matching, open_manager
 from overland.errors import DataError, OverlandError, sentence
 from overland.world.signals import SIGNALS
 

@@ -7,22 +7,23 @@ opened: datasets come from `overland fetch tasks` (see task_data.py).
 
 from __future__ import annotations
 
-import datetime
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-import overland
 from overland.apps.evaluation.crew import TaskRanks
+from overland.apps.evaluation.evaluate import EvaluationSession, how, versions
+from overland.apps.evaluation.generate import Generator
+from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.results import Kept, Record, base_of, mark_of_weights
+from overland.apps.evaluation.sampling import Sampling
 from overland.apps.evaluation.score import ContinuationScorer
-from overland.apps.evaluation.task_data import Needs, matching, needs_of, open_manager
+from overland.apps.evaluation.task_data import Needs, needs_of
+from overland.apps.evaluation.task_index import matching, open_manager
 from overland.apps.evaluation.task_run import (
     TaskOptions,
     TaskSettings,
@@ -30,16 +31,17 @@ from overland.apps.evaluation.task_run import (
     run_harness,
     scores_of,
 )
-from overland.apps.evaluation.task_texts import TaskTexts
 from overland.apps.hub.snapshot import read_snapshot
 from overland.data.tokenizer_files import DEFAULT
-from overland.errors import sentence
+from overland.errors import DataError, sentence
 from overland.files import replace_file
-
-if TYPE_CHECKING:
-    from overland.apps.evaluation.evaluate import EvaluationSession
+from overland.words import any_of
 
 KIND = "tasks"
+HARNESS = "lm_eval"
+ROWS_AT_ONCE = {"cpu": 8, "cuda": 64}
+DRAWN_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+KNOWN = ("until", "max_gen_toks", "do_sample", *DRAWN_BY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +88,7 @@ def evaluate_tasks(session: EvaluationSession, wanted: AskedTasks) -> Record:
         "scores": scores,
         "results": by_task(scores),
         "cut_prompts": model.num_cut,
-        "settings": asdict(settings),
-        "ranks": session.world.size,
-        "seconds": round(time.monotonic() - started, 3),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
+        **how(session, settings, started, HARNESS),
     }
     path = kept.finish(record)
     folder = None if path is None else write_harness_files(path, results, samples, session.report)
@@ -127,12 +125,10 @@ def _key_and_result(
     needs = needs_of(manager, matching(manager, settings.tasks))
     found, asked = session.found, session.asked
     weights = mark_of_weights(found.path, asked.base or base_of(found.path))
-    key = [weights, found.tokenizer.fingerprint, asdict(settings), versions(), marks(needs, root)]
+    used, tokenizer = versions(HARNESS), found.tokenizer.fingerprint
+    key = [weights, tokenizer, asdict(settings), used, marks(needs, root)]
     kept = Kept(asked.place(found), KIND, label_of(settings), key, session.report)
-    if asked.again or (before := kept.result()) is None:
-        return key, None
-    session.report(f"using the saved result in {kept.path} (--again recomputes it)")
-    return key, {**before, "kept": str(kept.path)}
+    return key, None if asked.again else kept.result()
 
 
 def marks(needs: Needs, root: Path) -> list[Any]:
@@ -142,16 +138,6 @@ def marks(needs: Needs, root: Path) -> list[Any]:
         had = read_snapshot(one.folder(root))
         commits.append([one.name, one.subset, None if had is None else had.commit])
     return [sorted(commits, key=str), needs.definitions]
-
-
-def versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {
-        "overland": overland.__version__,
-        "torch": str(torch.__version__),
-        "lm_eval": version("lm_eval"),
-    }
 
 
 def crew_of(
@@ -206,6 +192,58 @@ def harness_model(session: EvaluationSession, settings: TaskSettings, crew: Task
             "model_step": session.found.step,
         },
     )
+
+
+class TaskTexts:
+    """Generates completions for this rank's share of the prompts."""
+
+    def __init__(self, session: EvaluationSession, context: int) -> None:
+        found, device = session.found, session.scorer.device
+        self.opened = OpenModel(
+            session.scorer.model, found.tokenizer, found.config, context, found.path, found.step,
+            found.end_ids, session.dtype, device,
+        )  # fmt: skip
+        self.ranks = session.ranks
+        usual = ROWS_AT_ONCE.get(device.type, ROWS_AT_ONCE["cuda"])
+        self.batch_size = session.asked.batch_size or usual
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[str], settings: dict[str, Any]
+    ) -> Iterator[list[tuple[int, str]]]:
+        sampling = sampling_of(settings)
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+        mine = order[self.ranks.rank :: self.ranks.size]
+        # Sampling depends on the prompt's number, which must not depend on what remains to be done.
+        size = self.batch_size if sampling.is_greedy else 1
+        generator = Generator(self.opened, batch_size=size, length=self.opened.context)
+        try:
+            for start in range(0, len(mine), size):
+                some = mine[start : start + size]
+                found = generator.generate(
+                    [prompts[number] for number in some],
+                    max_new_tokens=settings["max_gen_toks"],
+                    sampling=sampling,
+                    end_ids=self.opened.end_ids,
+                    stop=[stop for stop in settings["until"] if stop],
+                    first=int(keys[some[0]][:7], 16),
+                )
+                # Only the new tokens are decoded, as in the harness.
+                texts = [self.opened.tokenizer.decode(one.ids) for one in found]
+                yield list(zip(some, texts, strict=True))
+        finally:
+            generator.close()
+
+
+def sampling_of(settings: Mapping[str, Any]) -> Sampling:
+    """Returns the sampling for the harness's settings."""
+    if unknown := [name for name in settings if name not in KNOWN]:
+        raise DataError(
+            f"a task requests generation with {any_of(unknown, 'and')}, which is not supported; "
+            f"supported: {', '.join(KNOWN)}"
+        )
+    if not settings.get("do_sample"):
+        return Sampling(repetition_penalty=settings.get("repetition_penalty", 1.0))
+    return Sampling(**{name: settings[name] for name in DRAWN_BY if name in settings})
 
 
 def write_harness_files(
