@@ -23,8 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from overland.data.chat import ChatError, ChatTemplate, Undecided, encode
+from overland.data.chat import ChatError, ChatTemplate, Undecided
 from overland.data.tokenizer import Tokenizer
+from overland.data.writer import encode
 from tests.data.chats import MARKED, MISTRAL, ROLES, write_tokenizer
 from tests.peers import TRL, install
 

@@ -20,18 +20,12 @@ from dataclasses import dataclass, field, fields
 from datetime import date
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, NamedTuple, TypeAlias
 
 from overland.data.chat_renderer import Endless, Rejected, renderer
 from overland.data.chat_sandbox import BEGIN, END
 from overland.errors import DataError
 from overland.words import any_of
-
-if TYPE_CHECKING:
-    from overland.data.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 """A turn: `role`, `content`, and whatever else the template uses."""
@@ -389,19 +383,6 @@ class ChatTemplate:
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what is derived from the fields."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
-
-
-def encode(
-    tokenizer: Tokenizer, written: RenderedChat
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Returns the token ids of a written conversation, and the loss weight of each."""
-    ids, starts, stops = tokenizer.encode_pieces(written.pieces)
-    weights = np.zeros(len(ids), np.float32)
-    for span in written.spans:
-        inside = np.flatnonzero((starts < span.stop) & (stops > span.start))
-        if len(inside):  # tokens in between may have no characters of their own
-            weights[inside[0] : inside[-1] + 1] = span.weight
-    return ids, weights
 
 
 def any_name_of(specials: Iterable[str]) -> re.Pattern[str]:

@@ -66,29 +66,6 @@ class Conversation:
     texts: tuple[str, str] | None = None
     """A prompt and what completes it."""
 
-    def weights(self, learn: Learn) -> list[float] | None:
-        """Returns the loss weight of each turn, or None if every token counts."""
-        if learn == "all":
-            other = [i for i, said in enumerate(self.said, start=1) if said not in (None, 1)]
-            if other:
-                raise Undecided(
-                    f'turn {other[0]} has its own weight or train flag, but with sft.learn = "all" '
-                    'every token counts: remove it, or set sft.learn = "assistant"'
-                )
-            return None
-        own = [i for i, turn in enumerate(self.turns) if turn["role"] == ASSISTANT]
-        learned = {i for i in own if i >= self.num_given}
-        learned = learned if learn == "assistant" else set(sorted(learned)[-1:])
-        weights = []
-        for i, said in enumerate(self.said):
-            if said and i not in own:
-                raise ChatError(
-                    f"turn {i + 1}, by {self.turns[i]['role']!r}, is marked to be learned, but "
-                    'only assistant turns can be; to learn all turns, set sft.learn = "all"'
-                )
-            weights.append(float(i in learned) if said is None or i < self.num_given else said)
-        return weights
-
 
 @dataclass(frozen=True)
 class Columns:

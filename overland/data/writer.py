@@ -19,6 +19,7 @@ import numpy.typing as npt
 from overland.config.schema import Preference
 from overland.data.chat import (
     ASSISTANT,
+    ChatError,
     ChatTemplate,
     Message,
     Piece,
@@ -27,7 +28,6 @@ from overland.data.chat import (
     Undecided,
     any_name_of,
     check_text,
-    encode,
 )
 from overland.data.conversations import SPEAKERS, Columns, Conversation, Learn, Record, pair
 from overland.data.shard import ANSWERS, CHOSEN, REJECTED, TOKENS, WEIGHTS
@@ -150,7 +150,7 @@ class Writer:
         if template is None:
             raise NoTemplate
         turns = told.turns if template.takes_parts else joined(told.turns)
-        return template.write(turns, told.weights(self.learn), told.tools)
+        return template.write(turns, weights_of(told, self.learn), told.tools)
 
     def _plain(self, prompt: str, completion: str) -> RenderedChat:
         """Writes a prompt and its completion, with BOS before and EOS after them, unless the text
@@ -315,3 +315,40 @@ def split_specials(text: str, specials: Mapping[str, int]) -> tuple[Piece, ...]:
 def length_of(pieces: Iterable[Piece]) -> int:
     """Returns the length in characters; a special token counts as one."""
     return sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces)
+
+
+def weights_of(told: Conversation, learn: Learn) -> list[float] | None:
+    """Returns the loss weight of each turn, or None if every token counts."""
+    if learn == "all":
+        other = [i for i, said in enumerate(told.said, start=1) if said not in (None, 1)]
+        if other:
+            raise Undecided(
+                f'turn {other[0]} has its own weight or train flag, but with sft.learn = "all" '
+                'every token counts: remove it, or set sft.learn = "assistant"'
+            )
+        return None
+    own = [i for i, turn in enumerate(told.turns) if turn["role"] == ASSISTANT]
+    learned = {i for i in own if i >= told.num_given}
+    learned = learned if learn == "assistant" else set(sorted(learned)[-1:])
+    weights = []
+    for i, said in enumerate(told.said):
+        if said and i not in own:
+            raise ChatError(
+                f"turn {i + 1}, by {told.turns[i]['role']!r}, is marked to be learned, but "
+                'only assistant turns can be; to learn all turns, set sft.learn = "all"'
+            )
+        weights.append(float(i in learned) if said is None or i < told.num_given else said)
+    return weights
+
+
+def encode(
+    tokenizer: Tokenizer, written: RenderedChat
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Returns the token ids of a written conversation, and the loss weight of each."""
+    ids, starts, stops = tokenizer.encode_pieces(written.pieces)
+    weights = np.zeros(len(ids), np.float32)
+    for span in written.spans:
+        inside = np.flatnonzero((starts < span.stop) & (stops > span.start))
+        if len(inside):  # tokens in between may have no characters of their own
+            weights[inside[0] : inside[-1] + 1] = span.weight
+    return ids, weights

@@ -10,7 +10,7 @@ import pytest
 from overland.apps.data.chat_notes import prompts_are, renamed_roles
 from overland.data.chat import ChatError, Undecided
 from overland.data.conversations import Columns, Conversation, conversation, pair, recognize
-from overland.data.writer import joined
+from overland.data.writer import joined, weights_of
 from overland.errors import DataError
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -41,7 +41,7 @@ def test_shapes_are_recognised_by_their_columns(record: dict[str, Any], words: s
     assert str(recognize("file", [record])) == words
     found = told(record)
     assert [dict(turn) for turn in found.turns] == TURNS
-    assert found.weights("assistant") == [0, 1]
+    assert weights_of(found, "assistant") == [0, 1]
 
 
 def test_texts_stay_as_they_are() -> None:
@@ -99,9 +99,9 @@ def test_a_system_prompt_and_tools_of_their_own_columns() -> None:
 
 def test_a_prompt_is_given_whoever_speaks_in_it() -> None:
     record = {"prompt": [USER, BOT, USER], "completion": [BOT, USER, BOT]}
-    assert told(record).weights("assistant") == [0, 0, 0, 1, 0, 1]
-    assert told(record).weights("last") == [0, 0, 0, 0, 0, 1]
-    assert told(record).weights("all") is None
+    assert weights_of(told(record), "assistant") == [0, 0, 0, 1, 0, 1]
+    assert weights_of(told(record), "last") == [0, 0, 0, 0, 0, 1]
+    assert weights_of(told(record), "all") is None
 
 
 def test_pairs_share_their_prompt() -> None:
@@ -210,21 +210,21 @@ def test_a_completion_may_repeat_its_prompt() -> None:
 def test_turns_say_how_much_they_count() -> None:
     flagged = [USER, {**BOT, "weight": 0}, USER, {**BOT, "train": True}, USER, BOT]
     found = told({"messages": flagged})
-    assert found.weights("assistant") == [0, 0, 0, 1, 0, 1]
-    assert found.weights("last") == [0, 0, 0, 1, 0, 1]
+    assert weights_of(found, "assistant") == [0, 0, 0, 1, 0, 1]
+    assert weights_of(found, "last") == [0, 0, 0, 1, 0, 1]
     assert "weight" not in found.turns[1]
-    assert told({"messages": [USER, {**BOT, "weight": 0.5}]}).weights("assistant") == [0, 0.5]
-    assert told({"messages": [{**USER, "train": False}, BOT]}).weights("assistant") == [0, 1]
+    assert weights_of(told({"messages": [USER, {**BOT, "weight": 0.5}]}), "assistant") == [0, 0.5]
+    assert weights_of(told({"messages": [{**USER, "train": False}, BOT]}), "assistant") == [0, 1]
     given = {"prompt": [USER, {**BOT, "weight": 1}, USER], "completion": [BOT]}
-    assert told(given).weights("assistant") == [0, 0, 0, 1], "a prompt is never learned"
+    assert weights_of(told(given), "assistant") == [0, 0, 0, 1], "a prompt is never learned"
     with pytest.raises(ChatError, match="turn 1, by 'user', is marked to be learned"):
-        told({"messages": [{**USER, "train": True}, BOT]}).weights("assistant")
+        weights_of(told({"messages": [{**USER, "train": True}, BOT]}), "assistant")
 
 
 def test_where_every_token_counts_a_turn_cannot_say_otherwise() -> None:
-    assert told({"messages": [USER, {**BOT, "train": True}]}).weights("all") is None
+    assert weights_of(told({"messages": [USER, {**BOT, "train": True}]}), "all") is None
     with pytest.raises(Undecided, match="turn 2 has its own weight or train flag"):
-        told({"messages": [USER, {**BOT, "train": False}]}).weights("all")
+        weights_of(told({"messages": [USER, {**BOT, "train": False}]}), "all")
 
 
 @pytest.mark.parametrize(
