@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -30,6 +28,7 @@ from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import publish, sync
 from overland.words import did_you_mean
+from overland.world.devices import memory_in_use
 
 CHECKS = ("hash", "logits", "none")
 WITHOUT_ADAPTERS = ("hf", "meta", "safetensors")
@@ -316,11 +315,7 @@ def _reset() -> bool:
 
 
 def _highest() -> int:
-    mark = _status("VmHWM")
-    if mark:
-        return mark
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return _status("VmHWM") or int(memory_in_use("cpu") * 2**30)
 
 
 def _status(field: str) -> int:

@@ -12,7 +12,6 @@ from overland.apps.evaluation.sampling import Sampling
 from overland.config.schema import JobConfig
 from overland.data.chat import ASSISTANT, Message
 from overland.data.sft import end_of_turn, templates_of
-from overland.data.tokenizer import Tokenizer
 from overland.data.writer import NoTemplate, joined
 from overland.errors import DataError
 
@@ -32,21 +31,11 @@ def prompt_of(
             f"{opened.tokenizer.path} has no chat template, so questions cannot be formatted: "
             "omit --chat, or put a chat_template.jinja next to it"
         )
-    return to_answer(opened.config or JobConfig(), opened.tokenizer, turns, tools)
-
-
-def to_answer(
-    config: JobConfig,
-    tokenizer: Tokenizer,
-    turns: Sequence[Message],
-    tools: Sequence[Any] | None = None,
-) -> list[int]:
-    """Returns the token ids of a conversation, up to where the assistant answers."""
-    template, _ = templates_of(config, tokenizer)
+    template, _ = templates_of(opened.config or JobConfig(), opened.tokenizer)
     if template is None:
         raise NoTemplate
     pieces = template.write_prompt(turns if template.takes_parts else joined(turns), tools)
-    ids: list[int] = tokenizer.encode_pieces(pieces)[0].tolist()
+    ids: list[int] = opened.tokenizer.encode_pieces(pieces)[0].tolist()
     return ids
 
 

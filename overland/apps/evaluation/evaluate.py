@@ -137,7 +137,7 @@ def sets_for(session: EvaluationSession) -> list[EvaluationSet]:
     asked, config = session.asked, session.found.config
     if asked.data:
         return sets_of(asked.data, config, asked.choices, asked.skip_bad)
-    given = {**asked.choices.model_dump(include={"column", "subset", "split"})}
+    given = asked.choices.model_dump(include={"column", "subset", "split"})
     for name, value in {**given, "skip-bad": asked.skip_bad}.items():
         if value:
             raise DataError(f"--{name} has no effect without --data: a run's sets have their own")
@@ -205,7 +205,8 @@ def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Setti
         settings.joined,
         session.scorer.vocab_size,
     )
-    most = asked.batch_size or max(1, _batch_tokens(session) // settings.context)
+    tokens = BATCH_TOKENS.get(session.scorer.device.type, BATCH_TOKENS["cpu"])
+    most = asked.batch_size or max(1, tokens // settings.context)
     expected = asked.limit if asked.limit is not None else one.source.about_documents()
     with _progress(one.name, expected, session) as watch, _memory_in_words(most, settings):
         mine = score(
@@ -265,31 +266,21 @@ def _kept_before(kept: Kept, again: bool, report: Report) -> tuple[Record | None
     return None, done
 
 
-def _batch_tokens(session: EvaluationSession) -> int:
-    return BATCH_TOKENS.get(session.scorer.device.type, BATCH_TOKENS["cpu"])
-
-
 @contextmanager
 def _progress(
     name: str, expected: int | None, session: EvaluationSession
 ) -> Iterator[Callable[[Sums], None]]:
     """Shows how many documents rank 0 has processed: as a bar in a terminal, otherwise as a line
     from time to time."""
-    last = time.monotonic()
-
-    def line(passed: Sums) -> None:
-        nonlocal last
-        if time.monotonic() - last > LINE_SECONDS:
-            last = time.monotonic()
-            of = f" of about {expected:,}" if expected else ""
-            session.report(f"{name}: {passed.documents:,}{of} documents")
-
+    last, of = time.monotonic(), f" of about {expected:,}" if expected else ""
     with progress_bar(name, "things", expected, visible=session.world.is_first) as bar:
 
         def move(passed: Sums) -> None:
+            nonlocal last
             bar(passed.documents, expected, name)
-            if not bar.is_drawn:
-                line(passed)
+            if not bar.is_drawn and time.monotonic() - last > LINE_SECONDS:
+                last = time.monotonic()
+                session.report(f"{name}: {passed.documents:,}{of} documents")
 
         yield move
 

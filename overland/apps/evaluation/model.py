@@ -28,6 +28,7 @@ from overland.apps.convert.formats.hf import FILES, without_head
 from overland.apps.convert.formats.merge import densify, join, merge
 from overland.apps.convert.formats.overland import complete, result_of, step_of_export
 from overland.apps.convert.formats.peft import has_adapters
+from overland.apps.evaluation.results import base_of
 from overland.apps.evaluation.weights import FileWeights, RunWeights, Weights
 from overland.apps.progress import progress_bar
 from overland.arguments import integer_or_none, path_of, path_or_none
@@ -331,16 +332,14 @@ def _on_base(
     adapters: LazyCheckpoint, path: Path, base: Path | None, config: Config
 ) -> LazyCheckpoint:
     """Returns adapters joined with their base model."""
+    base = base or base_of(path)
     if base is None:
         said = (adapters.adapter or {}).get("base_model_name_or_path")
-        places = [Path(said).expanduser(), path / said] if said else []
-        base = next((place for place in places if place.is_dir()), None)
-        if base is None:
-            names = f"names {said!r:.100}, which is not a folder here" if said else "names none"
-            raise CheckpointError(
-                f"{path} contains adapters, which need their base model: its adapter_config.json "
-                f"{names}; give the folder with --base"
-            )
+        names = f"names {said!r:.100}, which is not a folder here" if said else "names none"
+        raise CheckpointError(
+            f"{path} contains adapters, which need their base model: its adapter_config.json "
+            f"{names}; give the folder with --base"
+        )
     model = open_any(base, config)
     if has_adapters(model.weights()):
         raise CheckpointError(f"--base {base} has adapters itself: give the model without them")

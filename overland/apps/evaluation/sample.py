@@ -11,7 +11,7 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from overland.apps.evaluation.chat import to_answer, turns_of
+from overland.apps.evaluation.chat import prompt_of, turns_of
 from overland.apps.evaluation.generate import Generator
 from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.prompts import encode_prompt
@@ -90,11 +90,7 @@ def read_samples(folder: RunFolder) -> dict[int, str]:
 def sample(run: Run, tokenizer: Tokenizer) -> str:
     prompt, seq_len = run.config.metrics.sample_prompt, run.config.training.seq_len
     is_asked = is_chat(run.config, tokenizer)
-    if is_asked:
-        given = to_answer(run.config, tokenizer, turns_of(prompt))
-        end_id = end_of_turn(run.config, tokenizer)
-    else:
-        given, end_id = encode_prompt(tokenizer, prompt), tokenizer.eos_id
+    end_id = end_of_turn(run.config, tokenizer) if is_asked else tokenizer.eos_id
     ends = () if end_id is None else (end_id,)
     model = run.model.parts[0].eval()
     dtype = next(model.parameters()).dtype
@@ -102,6 +98,7 @@ def sample(run: Run, tokenizer: Tokenizer) -> str:
         model, tokenizer, run.config, seq_len, run.folder.root, run.progress.step, ends, dtype,
         run.device,
     )  # fmt: skip
+    given = prompt_of(opened, turns_of(prompt)) if is_asked else encode_prompt(tokenizer, prompt)
     generator = Generator(opened, batch_size=1, length=seq_len)
     try:
         (said,) = generator.generate(

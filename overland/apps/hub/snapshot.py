@@ -147,19 +147,15 @@ def check_commit(commit: Any) -> str:
 
 
 def check_names(names: Iterable[str]) -> None:
+    """Validates names from a Hub: they must not lead out of the folder, or to our own files."""
     for name in names:
-        check_name(name)
-
-
-def check_name(name: str) -> None:
-    """Validates a name from a Hub: it must not lead out of the folder, or to our own files."""
-    path = PurePosixPath(name)
-    is_plain = path.parts and path.as_posix() == name and not path.is_absolute()
-    if (
-        not is_plain
-        or ".." in path.parts
-        or "\\" in name
-        or path.parts[0].lower() == OWN
-        or control_character(name) is not None
-    ):
-        raise HubError(f"the repository has a file named {name!r}, which is not allowed")
+        path = PurePosixPath(name)
+        is_plain = path.parts and path.as_posix() == name and not path.is_absolute()
+        if (
+            not is_plain
+            or ".." in path.parts
+            or "\\" in name
+            or path.parts[0].lower() == OWN
+            or control_character(name) is not None
+        ):
+            raise HubError(f"the repository has a file named {name!r}, which is not allowed")

@@ -371,7 +371,7 @@ def write_dcp(source: LazyCheckpoint, folder: Path, options: Options) -> None:
     )
     with new_file(folder / METADATA) as file:
         pickle.dump(metadata, file)
-    write_companions(source.config, source.companions, folder)
+    write_companions(source, folder)
 
 
 def _entries(source: LazyCheckpoint, options: Options) -> tuple[dict[Key, Lazy], dict[Key, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from overland.arguments import dtype_name
-from overland.checkpoint.lazy import Config, Lazy
+from overland.checkpoint.lazy import Config, Lazy, LazyCheckpoint
 from overland.data.tokenizer_files import refuse_link_out
 from overland.errors import CheckpointError
 from overland.files import new_file, read_json, sync
@@ -108,11 +108,9 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
             sync(folder / file.name)
 
 
-def write_companions(
-    config: dict[str, Any] | None, companions: Iterable[Path], folder: Path
-) -> None:
+def write_companions(source: LazyCheckpoint, folder: Path) -> None:
     """Writes config.json and tokenizer next to weights in a format that cannot store them, so that
     the folder still describes its model."""
-    if config is not None:
-        write_json(folder / "config.json", config)
-    copy_files(companions, folder)
+    if source.config is not None:
+        write_json(folder / "config.json", source.config)
+    copy_files(source.companions, folder)

@@ -132,7 +132,7 @@ def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = 
             "other": _others(source.tensors),
         },
     )
-    write_companions(source.config, source.companions, folder)
+    write_companions(source, folder)
 
 
 def _others(tensors: dict[str, Lazy]) -> dict[str, Lazy]:
