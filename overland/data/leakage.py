@@ -159,23 +159,16 @@ def _first_shared(held: Source | Path, trained: Source | Path) -> str | None:
 
 
 def _of_the_same_bytes(held: Source | Path, trained: Source | Path) -> Iterator[tuple[str, int]]:
-    """Yields the files of the first whose content the second has, too, and their sizes. A corpus
-    has marks of the files that it was built from."""
+    """Yields the files whose content both have, and their sizes. A corpus has marks of the files
+    that it was built from."""
+    if isinstance(held, Path) and not isinstance(trained, Path):
+        held, trained = trained, held
     if not isinstance(held, Path):
         marks = _by_size(_marks(trained, {path.stat().st_size for path in _paths(held)}))
         for path in _paths(held):
             size = path.stat().st_size
             if any(has_mark(path, mark) for mark in marks[size]):
                 yield str(path), size
-    elif not isinstance(trained, Path):
-        paths = defaultdict(list)
-        for path in _paths(trained):
-            paths[path.stat().st_size].append(path)
-        for mark in _marks(held):
-            for path in paths[mark.size]:
-                if has_mark(path, mark):
-                    yield str(path), mark.size
-                    break
     else:
         samples = {(mark.size, mark.sample) for mark in _marks(trained)}
         for name, mark in read_layout(held).all_chunks()[1].items():
