@@ -13,7 +13,6 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from io import RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,7 +45,7 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
             f"{path} has {size} bytes, but {length} bytes from byte {offset} on are needed"
         )
     with path.open("rb") as file:
-        records = _records(_Window(file, offset, length), path, length)
+        records = _records(_Part(file, offset, length), path, length)
         (root,) = (name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl"))
         start, count = records[f"{root}data.pkl"]
         if count > MAX_PICKLE_BYTES:
@@ -99,10 +98,12 @@ def scalar(value: Any) -> Any:
     return value
 
 
-def _records(window: _Window, path: Path, length: int) -> dict[str, tuple[int, int]]:
+def _records(window: _Part, path: Path, length: int) -> dict[str, tuple[int, int]]:
     """Returns (first byte, number of bytes) by record name; raises if records are compressed or
     overlap."""
-    if length >= 2 and window.peek(2) != b"PK":
+    is_zip = window.read(2) == b"PK"
+    window.seek(0)
+    if length >= 2 and not is_zip:
         raise CheckpointError(
             f"{path} is not a zip file: it was saved by torch before 1.6 or is damaged. Load it "
             "with torch.load(weights_only=True) where it came from, and save it again"
@@ -123,7 +124,7 @@ def _records(window: _Window, path: Path, length: int) -> dict[str, tuple[int, i
     return records
 
 
-def _place(window: _Window, entry: zipfile.ZipInfo, path: Path) -> tuple[int, int]:
+def _place(window: _Part, entry: zipfile.ZipInfo, path: Path) -> tuple[int, int]:
     """Returns where a record begins, after its own header (whose length is not in the zip's index),
     and its size."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 0x1:
@@ -149,13 +150,17 @@ def _check_byte_order(file: Any, path: Path, offset: int, place: tuple[int, int]
         raise CheckpointError(f"{path} was saved on a big-endian machine, which is not supported")
 
 
-class _Window(RawIOBase):
-    """A range of a file that acts as a file itself, for zipfile."""
+class _Part(io.RawIOBase):
+    """A range of a file that acts as a file itself, for zipfile: offsets in a zip count from its
+    beginning. Without a length, it is all that follows."""
 
-    def __init__(self, file: Any, offset: int, length: int) -> None:
+    def __init__(self, file: Any, offset: int, length: int = 0) -> None:
         self.file, self.offset, self.length, self.place = file, offset, length, 0
 
     def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
@@ -176,11 +181,17 @@ class _Window(RawIOBase):
         self.place += len(data)
         return data
 
-    def peek(self, count: int) -> bytes:
-        self.seek(0)
-        data = self.read(count)
-        self.seek(0)
-        return data
+    def write(self, data: Any) -> int:
+        self.file.seek(self.offset + self.place)
+        written: int = self.file.write(data)
+        self.place += written
+        return written
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def close(self) -> None:
+        """Keeps the file open, since more may follow."""
 
 
 def write_torch_file(file: BinaryIO, saved: Any, root: str = "archive") -> int:
@@ -189,7 +200,7 @@ def write_torch_file(file: BinaryIO, saved: Any, root: str = "archive") -> int:
     text = io.BytesIO()
     pickler = _Pickler(text)
     pickler.dump(saved)
-    target = _From(file)
+    target = _Part(file, file.tell())
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
         _write(archive, target, f"{root}/data.pkl", text.getbuffer())
         _write(archive, target, f"{root}/byteorder", b"little")
@@ -233,7 +244,7 @@ class _Pickler(pickle.Pickler):
         return ("storage", kind, str(item.number), "cpu", count)
 
 
-def _write(archive: zipfile.ZipFile, target: _From, name: str, data: Any) -> None:
+def _write(archive: zipfile.ZipFile, target: _Part, name: str, data: Any) -> None:
     entry = zipfile.ZipInfo(name)
     # 30 bytes of header, 20 for the 64-bit sizes, which are always present, 4 before the padding.
     used = target.tell() + 30 + len(name.encode()) + 20 + 4
@@ -241,31 +252,3 @@ def _write(archive: zipfile.ZipFile, target: _From, name: str, data: Any) -> Non
     entry.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     with archive.open(entry, "w", force_zip64=True) as record:
         record.write(data)
-
-
-class _From(io.RawIOBase):
-    """A file seen from its current position on, since offsets in a zip count from its beginning."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.start = file, file.tell()
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.file.tell() - self.start
-
-    def seek(self, place: int, whence: int = 0) -> int:
-        return self.file.seek(place + (self.start if whence == 0 else 0), whence) - self.start
-
-    def write(self, data: Any) -> int:
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    def close(self) -> None:
-        """Keeps the file open, since more may follow."""
