@@ -11,6 +11,7 @@ to create or remove links.
 
 from __future__ import annotations
 
+import glob
 import os
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +26,7 @@ def follow_links(root: Path, checkpoints: Path, disk: Disk) -> None:
     """Creates a link to every checkpoint of a run, and removes links to deleted ones."""
     root, checkpoints = root.absolute(), checkpoints.absolute()
     wanted = link_names(root, checkpoints)
-    for link in sorted(root.parent.glob(f"{_literal(root.name)}.*")):
+    for link in sorted(root.parent.glob(f"{glob.escape(root.name)}.*")):
         if link.is_symlink() and _leads_into(link, checkpoints) and link.name not in wanted:
             disk.remove(link)
     for name, path in wanted.items():
@@ -54,7 +55,3 @@ def link_names(root: Path, checkpoints: Path) -> dict[str, Path]:
 
 def _leads_into(link: Path, folder: Path) -> bool:
     return Path(os.path.normpath(link.parent / os.readlink(link))).parent == folder
-
-
-def _literal(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -221,14 +221,12 @@ def sets_of_run(
     only = validation.model_copy(update={"sets": {}})
     config = config.model_copy(update={"validation": only})
     datasets = validation_data(config, 1, vocab_size, preparer)
-    held = [_held_out_set(one.name, one.rows.corpora, one.plan.sources) for one in datasets]
+    held = []
+    for one in datasets:
+        corpus, share = one.rows.corpora[one.name], one.plan.sources[one.name].holdout
+        assert isinstance(corpus, Corpus)
+        held.append(EvaluationSet(one.name, partial(HeldOut, corpus, share)))
     return [*held, *named]
-
-
-def _held_out_set(
-    name: str, corpora: Mapping[str, Any], sources: Mapping[str, Any]
-) -> EvaluationSet:
-    return EvaluationSet(name, lambda: HeldOut(corpora[name], sources[name].holdout))
 
 
 def _wanted(word: str, choices: DataSource) -> tuple[str, DataSource]:
