@@ -103,7 +103,9 @@ def test_processes_build_what_one_process_makes(
     assert sizes.shape == (12, 2)
     again = build(folder, lines_of(lines), tokenizer, processes=2)
     assert again.made.num_made == 0
-    assert (again.documents, again.tokens) == tuple(np.sum(sizes, axis=0).tolist())
+    assert (again.counted.num_documents, again.counted.num_tokens) == tuple(
+        np.sum(sizes, axis=0).tolist()
+    )
 
 
 def test_parts_make_the_whole_and_the_last_one_completes_it(
@@ -116,7 +118,7 @@ def test_parts_make_the_whole_and_the_last_one_completes_it(
     ]
     assert [one.made.num_made for one in done] == [4, 4, 4]
     assert [one.totals is not None for one in done] == [False, False, True]
-    assert sum(one.made.num_tokens for one in done) == done[-1].tokens
+    assert sum(one.made.num_tokens for one in done) == done[-1].counted.num_tokens
     assert bytes_of(folder) == expected
 
 
