@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from overland.data.chat import ChatError, ChatTemplate, Undecided
+from overland.data.learned_tokens import encode
 from overland.data.tokenizer import Tokenizer
-from overland.data.writer import encode
 from tests.data.chats import MARKED, MISTRAL, ROLES, write_tokenizer
 from tests.peers import TRL, install
 

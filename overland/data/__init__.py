@@ -7,7 +7,7 @@ of batch *t* from the lanes, in the turns of a mixture (`mixture.py`), as the pl
 `loader.py` makes tensors of them (`rows.py`, `batch.py`).
 
 `prepare.py` opens all of it for a config, with `corpora.py`, `wanted.py` and `registry.py`. Chats
-are rendered on the way in: `sft.py`, `conversations.py`, `writer.py`, `chat.py`.
+are rendered on the way in: `sft.py`, `conversations.py`, `chat.py`, `learned_tokens.py`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
 from overland.data.plan import REST_RULES
 from overland.data.rows import Origins, Room
 from overland.data.shard import TOKENS, Shard
-from overland.data.sources.marks import digest_of
+from overland.data.sources.file_marks import digest_of
 from overland.data.windows import Documents, Reading, Windows
 
 Array = npt.NDArray[np.int64]

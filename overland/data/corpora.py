@@ -23,6 +23,7 @@ from overland.data.corpus import Corpus, open_corpus
 from overland.data.corpus_folder import CorpusLayout, is_corpus, read_layout, source_changes
 from overland.data.lanes import ListedImages, RandomBlocks, RandomImages
 from overland.data.layout import SHARD_DOCUMENTS, lay_out
+from overland.data.learned_tokens import Changes, changed_keys, in_words
 from overland.data.plan import ChangedSource
 from overland.data.registry import find_built, is_made
 from overland.data.sampler import AnyCorpus
@@ -41,7 +42,6 @@ from overland.data.wanted import (
     taken_by_model,
     training_table,
 )
-from overland.data.writer import Changes, changed_keys, in_words
 from overland.errors import ChoiceRequired, DataError
 from overland.words import number_of
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.arrays import Arrays
-from overland.data.sources.marks import FileMark
+from overland.data.sources.file_marks import FileMark
 from overland.data.sources.source import Kind, Source
 from overland.errors import DataError
 
@@ -64,7 +64,7 @@ class CorpusLayout:
     channels: dict[str, str] | None = None
     """The types of the channels that accompany each token, by name."""
     made_by: dict[str, Any] | None = None
-    """For conversations: what determined their tokens besides the tokenizer, see `writer.py`."""
+    """For conversations: what determined their tokens besides the tokenizer (learned_tokens.py)."""
     column: str | None = None
     """Of the files, the column that was read."""
 

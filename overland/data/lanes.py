@@ -25,8 +25,8 @@ from overland.data.arrays import Arrays
 from overland.data.order import permute
 from overland.data.plan import Segment
 from overland.data.rows import Origins, Room
+from overland.data.sources.file_marks import digest_of
 from overland.data.sources.image_files import WANTED, ArrayList
-from overland.data.sources.marks import digest_of
 from overland.data.windows import Exhausted, Reading
 from overland.errors import DataError
 

@@ -24,7 +24,7 @@ from overland.data import shard
 from overland.data.arrays import Arrays
 from overland.data.corpus_folder import FORMAT, CorpusLayout, is_corpus, read_layout, source_changes
 from overland.data.sources.compression import times_smaller
-from overland.data.sources.marks import FileMark, digest_of, unsure_of
+from overland.data.sources.file_marks import FileMark, digest_of, unsure_of
 from overland.data.sources.source import Kind, Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import ChoiceRequired, DataError

@@ -13,7 +13,7 @@ from overland.config.schema import DataSource, JobConfig
 from overland.data.corpus_folder import is_corpus, read_layout
 from overland.data.registry import find_built, find_folder, is_built_in, is_made
 from overland.data.sources import Source
-from overland.data.sources.marks import FileMark, has_mark, marks_of_files
+from overland.data.sources.file_marks import FileMark, has_mark, marks_of_files
 from overland.data.wanted import (
     CHOICES,
     held_out_sources,

@@ -18,7 +18,7 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.sources.marks import digest_of
+from overland.data.sources.file_marks import digest_of
 from overland.data.windows import Documents, Reading, SourceWindows
 from overland.errors import DataError
 

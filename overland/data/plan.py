@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from overland.config.errors import show_value
 from overland.data.pack import LastBlock, Packing
-from overland.data.sources.marks import digest_of
+from overland.data.sources.file_marks import digest_of
 from overland.errors import DataError
 from overland.run_folder import PLAN
 from overland.words import any_of

@@ -21,12 +21,12 @@ from typing import Any
 from overland.config.schema import JobConfig
 from overland.data.chat import GIVEN, ChatError, ChatTemplate, Undecided
 from overland.data.conversations import Columns, Record, conversation, recognize
+from overland.data.learned_tokens import NoTemplate, PairWriter, Skipped, Writer, encode
 from overland.data.shard import ANSWERS, TOKENS, WEIGHTS
-from overland.data.sources.marks import FileMark
+from overland.data.sources.file_marks import FileMark
 from overland.data.sources.source import Document, FileSource, Kind, Located, Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import DEFAULT, WITH_TOOLS, Beside, find_file, read_text
-from overland.data.writer import NoTemplate, PairWriter, Skipped, Writer, encode
 from overland.errors import DataError
 from overland.plugins import plugin
 from overland.words import any_of

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from overland.data.arrays import Unfit, with_channels
 from overland.data.corpus_folder import CorpusLayout
 from overland.data.shard import ShardInfo, write_shard
-from overland.data.sources.marks import FileMark, changed_files
+from overland.data.sources.file_marks import FileMark, changed_files
 from overland.data.sources.source import BadDocument, Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError

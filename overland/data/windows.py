@@ -19,7 +19,7 @@ from overland.data.corpus import Corpus, DamagedSizes
 from overland.data.holdout import held_out_documents
 from overland.data.order import Counts, permute, spread
 from overland.data.shard import Shard
-from overland.data.sources.marks import digest_of
+from overland.data.sources.file_marks import digest_of
 from overland.errors import DataError
 
 Array = npt.NDArray[np.int64]

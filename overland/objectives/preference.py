@@ -1,8 +1,8 @@
 """Preference tuning: makes the chosen one of two answers to a prompt likelier than the rejected.
 
 A row holds a pair, each answer with its prompt, and neither attends to the other (see
-data/writer.py). With c and r the log-probabilities of the two answers, c' and r' those under a
-frozen reference model, and ⟨ ⟩ the mean over tokens:
+data/learned_tokens.py). With c and r the log-probabilities of the two answers, c' and r' those
+under a frozen reference model, and ⟨ ⟩ the mean over tokens:
 
     dpo     -log σ(β · ((c - c') - (r - r')))            Rafailov et al. 2023
     ipo     ((⟨c - c'⟩ - ⟨r - r'⟩) - 1/2β)²              Azar et al. 2023

@@ -48,10 +48,10 @@ from overland.training.inner_state import InnerState, Sparsity
 from overland.training.metrics import MetricsFile
 from overland.training.reference import reference_for
 from overland.training.resume import preparer_for, start_from
-from overland.training.rows import require_separate_rows
 from overland.training.run import Callback, Run, Screen
 from overland.training.saving import prepare_saves
 from overland.training.schedule import changed_rate
+from overland.training.separate_rows import require_separate_rows
 from overland.training.sessions import SessionFile
 from overland.training.state import set_seeds
 from overland.training.validate import about_sets

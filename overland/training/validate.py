@@ -12,7 +12,7 @@ import torch
 from overland.config.schema import Validation, ValidationSet
 from overland.data.loader import load_batch
 from overland.data.prepare import Dataset
-from overland.data.sources.marks import digest_of
+from overland.data.sources.file_marks import digest_of
 from overland.objectives.objective import NextToken, count_of
 from overland.parallel.comm import sum_over, total_sums
 from overland.parallel.context import share_of_rows

@@ -17,7 +17,7 @@ from overland.data.corpus import Corpus, open_corpus
 from overland.data.corpus_folder import read_layout
 from overland.data.layout import lay_out
 from overland.data.sources import Document, JsonLines, Kind
-from overland.data.sources.marks import digest_of
+from overland.data.sources.file_marks import digest_of
 from overland.data.sources.source import Source, Tokens
 from overland.data.tokenizer import Tokenizer
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from overland.data import chat_renderer
 from overland.data.chat import ChatError, ChatTemplate, Undecided
+from overland.data.learned_tokens import encode
 from overland.data.sft import CHATML
 from overland.data.tokenizer import Tokenizer
-from overland.data.writer import encode
 from overland.errors import DataError
 from tests.data.chats import (
     LLAMA3,

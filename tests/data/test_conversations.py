@@ -10,7 +10,7 @@ import pytest
 from overland.apps.data.chat_notes import prompts_are, renamed_roles
 from overland.data.chat import ChatError, Undecided
 from overland.data.conversations import Columns, Conversation, conversation, pair, recognize
-from overland.data.writer import joined, weights_of
+from overland.data.learned_tokens import joined, weights_of
 from overland.errors import DataError
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}

@@ -189,7 +189,7 @@ def write_ids(folder: Path) -> Path:
 def test_a_corpus_without_a_hash_of_each_file_is_found_after_a_touch_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overland.data.sources.marks.WHOLE_BYTES", 0)
+    monkeypatch.setattr("overland.data.sources.file_marks.WHOLE_BYTES", 0)
     ids = write_ids(tmp_path / "ids")
     again = lay_out("ids", open_source(ids), None, tmp_path / "a", vocab_size=1000)
     os.utime(ids / "ids.jsonl", (1, 1))

@@ -19,6 +19,7 @@ from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
 from overland.data.layout import lay_out
+from overland.data.learned_tokens import OTHER_ROLES
 from overland.data.loader import load_batch
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, training_data, validation_data
@@ -27,7 +28,6 @@ from overland.data.sft import CHATML, ConversationSource
 from overland.data.sources import StandardLibrary
 from overland.data.tokenizer import Tokenizer
 from overland.data.wanted import open_wanted, sources_of
-from overland.data.writer import OTHER_ROLES
 from overland.errors import DataError
 from tests.data.chats import ASKS, LLAMA3, MARKED, ROLES, TALK, write_lines, write_tokenizer
 from tests.data.sources.test_mds import write_mds

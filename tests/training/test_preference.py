@@ -19,8 +19,8 @@ from overland.checks.hyperparameters import check_objective
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig, Preference
 from overland.data.chat import ChatTemplate
+from overland.data.learned_tokens import PairWriter, encode
 from overland.data.tokenizer import Tokenizer
-from overland.data.writer import PairWriter, encode
 from overland.errors import CheckpointError
 from overland.models.config import DecoderConfig
 from overland.models.init import init_weights

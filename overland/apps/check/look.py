@@ -26,8 +26,8 @@ from overland.data.registry import find_built, is_made
 from overland.data.sampler import AnyCorpus
 from overland.data.shard_maker import ShardMaker
 from overland.data.sources import Source
+from overland.data.sources.file_marks import FileMark
 from overland.data.sources.image_files import ArrayList
-from overland.data.sources.marks import FileMark
 from overland.data.tokenizer import Tokenizer
 from overland.data.wanted import is_validation, open_wanted
 from overland.errors import DataError

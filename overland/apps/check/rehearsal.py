@@ -27,7 +27,6 @@ from overland.config.derived import model_name, resolve_dtype
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, in_order
 from overland.config.schema import DataSource, JobConfig
-from overland.data import registry
 from overland.data.arrays import Arrays, require_fields
 from overland.data.corpora import (
     ANOTHER_TOKENIZER,
@@ -45,7 +44,7 @@ from overland.data.holdout import check_fewer, require_both_sides
 from overland.data.leakage import check_held_out
 from overland.data.plan import ChangedSource, Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of, training_data
-from overland.data.registry import find_built, is_made
+from overland.data.registry import find_built, find_folder, is_built_in, is_made
 from overland.data.sampler import AnyCorpus, NoDocuments
 from overland.data.sources.image_files import is_array_list
 from overland.data.tokenizer import SMALLEST, Tokenizer
@@ -234,9 +233,8 @@ class Rehearsal:
 
     @property
     def vocab_size(self) -> int | None:
-        if self.lacks_model:
-            return None
-        return getattr(model_config(self.config.model), "vocab_size", None)
+        model = None if self.lacks_model else model_config(self.config.model)
+        return getattr(model, "vocab_size", None)
 
     @property
     def lacks_tokenizer(self) -> bool:
@@ -246,9 +244,9 @@ class Rehearsal:
 
     def is_there(self, name: str, wanted: DataSource) -> bool:
         """Whether a source need not be fetched, which `checks` reports."""
-        folder = registry.find_folder(name, wanted, self.config.data)
+        folder = find_folder(name, wanted, self.config.data)
         if folder is None:
-            return registry.is_built_in(wanted.dataset or name)
+            return is_built_in(wanted.dataset or name)
         return folder.exists() or folder.with_name(folder.name + ".idx").exists()
 
     def key_of(self, name: str, source: DataSource) -> str:
@@ -440,11 +438,10 @@ def known_steps(config: JobConfig, global_batch_size: int) -> int | None:
     if config.training.epochs is None:
         return config.training.steps
     ((name, wanted),) = ((name, one) for name, one in sources_of(config).items() if one.weight)
-    folder = registry.find_folder(name, wanted, config.data)
-    is_made = registry.is_made(name, wanted)
+    folder = find_folder(name, wanted, config.data)
     is_list = folder is not None and folder.is_file() and is_array_list(folder)
     is_built = folder is not None and is_corpus(folder) and not config.data.holdout
-    if not (is_made or is_list or is_built):
+    if not (is_made(name, wanted) or is_list or is_built):
         return None
     dataset = training_data(config, global_batch_size, None, Preparer())
     try:

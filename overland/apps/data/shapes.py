@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from overland.data.arrays import Arrays
 from overland.data.lanes import ImageSet
+from overland.data.sources.file_marks import digest_of
 from overland.data.sources.image_files import WANTED
-from overland.data.sources.marks import digest_of
 
 HELD_OUT = 1 << 40  # number of the first validation image: no training set is this large
 FEWEST, MOST = 1, 3  # shapes in an image

@@ -14,7 +14,7 @@ from overland.data.arrays import require_fields
 from overland.data.corpora import trained_size
 from overland.data.registry import find_built, find_folder, is_made
 from overland.data.sources import Source
-from overland.data.sources.marks import digest_of
+from overland.data.sources.file_marks import digest_of
 from overland.data.sources.source import BadDocument
 from overland.data.tokenizer_encoders import need_for_text
 from overland.data.wanted import CHOICES, open_wanted, taken_by_model, training_table

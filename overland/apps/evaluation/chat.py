@@ -11,8 +11,8 @@ from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.sampling import Sampling
 from overland.config.schema import JobConfig
 from overland.data.chat import ASSISTANT, Message
+from overland.data.learned_tokens import NoTemplate, joined
 from overland.data.sft import end_of_turn, templates_of
-from overland.data.writer import NoTemplate, joined
 from overland.errors import DataError
 
 

@@ -28,7 +28,7 @@ from overland.data.leakage import foreign_validation
 from overland.data.prepare import validation_data
 from overland.data.registry import find_folder, is_built_in, is_made, open_by_name, source_names
 from overland.data.shard import TOKENS, WEIGHTS
-from overland.data.sources.marks import FileMark, digest_of
+from overland.data.sources.file_marks import FileMark, digest_of
 from overland.data.sources.source import BadDocument, Kind, Source
 from overland.data.sources.source import Document as Raw
 from overland.data.tokenizer import Tokenizer

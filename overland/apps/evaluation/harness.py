@@ -26,9 +26,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from overland.apps.evaluation.score import Pair, TextScore
 from overland.data.chat import ChatError, ChatTemplate
+from overland.data.learned_tokens import split_specials
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import DEFAULT
-from overland.data.writer import split_specials
 from overland.errors import DataError
 from overland.words import did_you_mean
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from overland.data.chat import ASSISTANT, ChatError, Message
 from overland.data.conversations import Columns, conversation
+from overland.data.learned_tokens import split_specials
 from overland.data.tokenizer import Tokenizer
-from overland.data.writer import split_specials
 from overland.errors import DataError
 from overland.words import any_of
 

@@ -42,7 +42,7 @@ def place_of(path: Path, run: Path | None, output: Path | None = None) -> Path:
 def mark_of_weights(*paths: Path | None) -> str:
     """Returns a fingerprint of the weights at these paths: for a committed checkpoint from its
     marker, for other files from their sizes and samples of their bytes."""
-    from overland.data.sources.marks import digest_of
+    from overland.data.sources.file_marks import digest_of
 
     return digest_of([_mark(path) for path in paths if path is not None])
 
@@ -57,7 +57,7 @@ def base_of(path: Path) -> Path | None:
 
 
 def _mark(path: Path) -> Any:
-    from overland.data.sources.marks import marks_of_files
+    from overland.data.sources.file_marks import marks_of_files
 
     path = path.expanduser()
     if (path / COMMITTED).is_file():
@@ -79,7 +79,7 @@ class Kept:
 
     def __init__(self, place: Path, kind: str, name: str, key: Any, report: Report) -> None:
         """`key`: everything that affects the result."""
-        from overland.data.sources.marks import digest_of
+        from overland.data.sources.file_marks import digest_of
 
         self.key = digest_of([FORMAT, kind, key])[:16]
         label = f"{kind}-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}"

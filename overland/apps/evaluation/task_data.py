@@ -23,7 +23,7 @@ from overland.apps.evaluation.task_index import is_file
 from overland.apps.hub.fetch import Report, Wanted, fetch
 from overland.apps.hub.snapshot import read_snapshot
 from overland.config.load import recipes_folder
-from overland.data.sources.marks import digest_of
+from overland.data.sources.file_marks import digest_of
 from overland.errors import DataError, HubError
 from overland.words import command, did_you_mean
 

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from overland.data.sources.marks import digest_of
+from overland.data.sources.file_marks import digest_of
 from overland.errors import DataError
 from overland.files import replace_file
 from overland.plugins import need

@@ -6,8 +6,8 @@ front to back.
 """
 
 from overland.data.sources.arrow_parquet import Arrow, Parquet
+from overland.data.sources.file_marks import FileMark
 from overland.data.sources.jsonl import JsonLines
-from overland.data.sources.marks import FileMark
 from overland.data.sources.numpy_tokens import NumpyTokens
 from overland.data.sources.open import open_source
 from overland.data.sources.source import Document, FileSource, Kind, Source, as_source

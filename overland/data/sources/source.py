@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.sources.marks import FileMark, changed_files, digest_of, marks_of_files
+from overland.data.sources.file_marks import FileMark, changed_files, digest_of, marks_of_files
 from overland.errors import DataError
 
 Kind = Literal["text", "tokens", "arrays", "records"]

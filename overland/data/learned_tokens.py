@@ -31,7 +31,7 @@ from overland.data.chat import (
 )
 from overland.data.conversations import SPEAKERS, Columns, Conversation, Learn, Record, pair
 from overland.data.shard import ANSWERS, CHOSEN, REJECTED, TOKENS, WEIGHTS
-from overland.data.sources.marks import digest_of
+from overland.data.sources.file_marks import digest_of
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from overland.words import any_of

@@ -64,7 +64,7 @@ def test_an_edit_in_the_middle_of_a_large_file_is_seen(folder: Path) -> None:
 def test_a_corpus_too_large_to_hash_is_marked_by_samples(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overland.data.sources.marks.WHOLE_BYTES", LARGE)
+    monkeypatch.setattr("overland.data.sources.file_marks.WHOLE_BYTES", LARGE)
     assert not open_source(folder).marks()["b.txt"].is_sure
 
 
