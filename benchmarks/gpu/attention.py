@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.attention import Attention, Mask, build_mask
 from overland.models.init import Normal, fill_random, init_weights
-from overland.models.loss import chunked_cross_entropy
+from overland.models.loss import OutputMatrix
 from overland.parallel.context import pieces_of_rank
 
 GPU = torch.device("cuda")
@@ -204,7 +204,7 @@ def check_loss_and_init() -> None:
     labels = torch.randint(0, 128256, (1, 8192), device=GPU)
 
     def chunked() -> None:
-        chunked_cross_entropy(hidden, weight, labels).backward()
+        OutputMatrix(weight).weighted_sum(hidden, labels)[0].backward()
 
     def plain() -> None:
         logits = (hidden @ weight.t()).flatten(0, 1).float()

@@ -19,7 +19,7 @@ from overland.kernels.float8 import E4M3, E5M2, cast_both, cast_plain, product, 
 from overland.kernels.gradients import scaled, scaled_plain, sum_of_squares, sum_of_squares_plain
 from overland.kernels.master_weights import join, split
 from overland.kernels.triton_kernels import TUNED
-from overland.models.loss import chunked_cross_entropy, plain_cross_entropy
+from tests.models.test_loss import chunked_cross_entropy, plain_cross_entropy
 
 GPU = torch.device("cuda")
 

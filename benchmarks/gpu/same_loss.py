@@ -27,13 +27,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import overland.kernels
-import overland.models.decoder
 import overland.models.float8
 import overland.parallel.sharding
 from overland.apps.report.plot import line_chart
 from overland.config.schema import JobConfig
 from overland.kernels.float8 import E4M3
-from overland.models.loss import plain_cross_entropy
 from overland.parallel.comm import process_group
 from overland.training.build import build_run
 from overland.training.callbacks import Callback, Record
@@ -101,7 +99,6 @@ def be_plain() -> None:
     """Takes away what makes the fast path fast."""
     overland.parallel.sharding.HALVES = ()  # type: ignore[assignment]
     overland.kernels.has_triton = lambda: False  # type: ignore[assignment]
-    overland.models.decoder.chunked_cross_entropy = plain_cross_entropy
 
 
 def smooth(values: list[float]) -> list[float]:

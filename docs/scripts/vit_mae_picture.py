@@ -20,7 +20,8 @@ from overland.checkpoint.folder import newest_in
 from overland.checkpoint.read import open_checkpoint
 from overland.config.load import load_config
 from overland.config.schema import DataSource
-from overland.data.registry import HELD_OUT_SHAPES, made_images
+from overland.data.registry import HELD_OUT_SHAPES
+from overland.data.wanted import made_images
 from overland.models.registry import build_model, model_config
 from overland.models.vit_mae import ViTMAE, patches
 

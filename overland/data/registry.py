@@ -20,7 +20,7 @@ from overland.errors import DataError
 from overland.plugins import plugin
 from overland.words import command
 
-RANDOM = "random"  # random tokens or images: `sampler.RandomBlocks`, `images.RandomImages`
+RANDOM = "random"  # random tokens or images: `lanes.RandomBlocks`, `lanes.RandomImages`
 SHAPES, HELD_OUT_SHAPES = "shapes", "shapes_heldout"  # generated images: `shapes.ShapeImages`
 MADE = (RANDOM, SHAPES, HELD_OUT_SHAPES)
 # Part k of n, from 0: stand-ins for the sources of a mixture.

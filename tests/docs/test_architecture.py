@@ -109,6 +109,30 @@ def test_every_file_that_is_named_is_there() -> None:
             assert name in (files if "/" in name else names), name
 
 
+def test_scripts_that_no_test_runs_import_what_is_there() -> None:
+    """Benchmarks run on GPUs, and pictures are drawn by hand."""
+    scripts = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
+    missing = []
+    for script in scripts:
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
+                "overland"
+            ):
+                continue
+            file = ROOT / str(node.module).replace(".", "/")
+            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+            text = file.read_text(encoding="utf-8") if file.exists() else ""
+            names = [
+                one.name for one in node.names if not (file.parent / f"{one.name}.py").exists()
+            ]
+            missing += [
+                f"{script.relative_to(ROOT)}: {node.module}.{name}"
+                for name in names
+                if not re.search(rf"\b{name}\b", text)
+            ]
+    assert not missing
+
+
 def test_every_dependency_is_given_a_reason() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
