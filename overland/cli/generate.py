@@ -95,6 +95,7 @@ def generate(
     from overland.apps.evaluation.prompts import (
         Prompt,
         check_prompts,
+        has_unread_input,
         piped_prompts,
         read_prompts,
     )
@@ -127,6 +128,8 @@ def generate(
     if not given:
         converse(asked, as_json)
         return
+    if has_unread_input():
+        note("standard input is not read: prompts are given")
     if len(given) == 1 and sys.stdout.isatty() and not as_json:
         stream(asked, given[0])
     else:

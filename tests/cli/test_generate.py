@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from overland.apps.evaluation.prompts import (
     Prompt,
     encode_prompt,
+    has_unread_input,
     piped_prompts,
     read_prompts,
 )
@@ -97,13 +98,25 @@ def test_without_a_prompt_the_model_begins_a_document(
         said: list[str] = []
         assert piped_prompts(said.append) == [Prompt("")]
         assert said == ["no prompt: the model begins a new document"]
+        assert not has_unread_input()
 
 
-def test_a_file_can_be_the_standard_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_text_that_is_piped_in_next_to_a_prompt_is_noticed_and_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reader, writer = os.pipe()
     (tmp_path / "text").write_text("a text")
+    with os.fdopen(writer, "w") as into, os.fdopen(reader) as pipe:
+        monkeypatch.setattr("sys.stdin", pipe)
+        assert not has_unread_input()
+        print("a text", file=into, flush=True)
+        assert has_unread_input()
+        assert pipe.readline() == "a text\n"
     with (tmp_path / "text").open() as file:
         monkeypatch.setattr("sys.stdin", file)
+        assert has_unread_input()
         assert piped_prompts(lambda text: None) == [Prompt("a text")]
+        assert not has_unread_input()
 
 
 def test_settings_reach_the_engine(model: Path) -> None:

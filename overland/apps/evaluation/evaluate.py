@@ -263,6 +263,11 @@ def _kept_before(kept: Kept, again: bool, report: Report) -> tuple[Record | None
     done = [one for one in map(Done.from_json, records) if one is not None]
     if done:
         report(f"resuming: {len({one.part for one in done}):,} parts are already done")
+    elif left := kept.left_over():
+        report(
+            f"note: {left[0]} belongs to an unfinished evaluation with other weights, data or "
+            "settings; you may delete it"
+        )
     return None, done
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
 import sys
+import termios
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,15 @@ def piped_prompts(note: Callable[[str], None]) -> list[Prompt]:
             "standard input is empty: give a prompt, or '' to let the model begin a new document"
         )
     return [Prompt(text)]
+
+
+def has_unread_input() -> bool:
+    """Whether a text waits in standard input, which is not read if there are other prompts."""
+    try:
+        waiting = fcntl.ioctl(sys.stdin, termios.FIONREAD, bytes(4))
+        return _is_piped() and int.from_bytes(waiting, sys.byteorder) > 0
+    except (AttributeError, TypeError, ValueError, OSError):
+        return False
 
 
 def check_turn(line: str) -> None:

@@ -85,6 +85,7 @@ class Kept:
         label = f"{kind}-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}"
         self.path = place / f"{label}-{self.key}.json"
         self.parts = place / f".{label}-{self.key}.parts"
+        self.others = f".{label}-*.parts"
         self._report, self._file = report, None
         self._is_off = False
 
@@ -106,6 +107,10 @@ class Kept:
             with suppress(OSError):
                 found += list(_lines(file))
         return found
+
+    def left_over(self) -> list[Path]:
+        """Returns unfinished evaluations of the same name with another key."""
+        return [one for one in sorted(self.path.parent.glob(self.others)) if one != self.parts]
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Saves a finished part; it is on disk when this returns."""
