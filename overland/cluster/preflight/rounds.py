@@ -129,7 +129,7 @@ def judge_links(
     """Returns bad nodes with the reason, and notes on bad links whose nodes both did well with
     others. A suspect that was tried `again` is bad if that link was bad too; one for which there
     was no good node left is bad if none of its links was good."""
-    faults = bad_links([*first, *again], slow)
+    faults = bad_links(first, slow, again)
     good = {node for match in first if match not in faults for node in match.nodes}
     retried = {match.nodes[0]: match for match in again}
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -153,13 +153,14 @@ def judge_links(
     return [(node, "; ".join(some[:MOST_REASONS])) for node, some in reasons.items()], notes
 
 
-def bad_links(matches: Sequence[Match], slow: float) -> dict[Match, str]:
+def bad_links(first: Sequence[Match], slow: float, again: Sequence[Match] = ()) -> dict[Match, str]:
     """Returns the bad links and what is wrong with them. Rates are compared within a round, whose
     pairs are equally far apart. If a round has too few pairs for that, one bad node of five can
-    spoil most links, so each node's best rate is used instead."""
+    spoil most links, so each node's best rate is used instead. So it is for the extra round
+    (`again`), most of whose links may be those of bad nodes."""
     by_round: dict[int, list[float]] = defaultdict(list)
     best: dict[str, float] = {}
-    for match in matches:
+    for match in first:
         if match.gb_per_s is not None:
             by_round[match.round].append(match.gb_per_s)
             best |= {node: max(match.gb_per_s, best.get(node, 0.0)) for node in match.nodes}
@@ -168,12 +169,13 @@ def bad_links(matches: Sequence[Match], slow: float) -> dict[Match, str]:
         number: median_high(rates if len(rates) >= FEWEST else best.values())
         for number, rates in by_round.items()
     }
-    for match in matches:
-        rate = match.gb_per_s
+    of_extra_round = median_high(best.values()) if best else 0.0
+    for match in [*first, *again]:
+        rate, median = match.gb_per_s, usual.get(match.round, of_extra_round)
         if rate is None or match.error:
             found[match] = match.error or "no result"
-        elif len(best) >= FEWEST and rate < slow * usual[match.round]:
-            found[match] = f"{rate:.3g} GB/s, while the median is {usual[match.round]:.3g}"
+        elif len(best) >= FEWEST and rate < slow * median:
+            found[match] = f"{rate:.3g} GB/s, while the median is {median:.3g}"
     return found
 
 

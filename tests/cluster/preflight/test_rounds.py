@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from overland.cluster.preflight.rounds import Match, judge_links, pairings, retrial
@@ -55,6 +57,14 @@ def test_one_slow_node_is_named_alone(count: int, where: int) -> None:
 def test_five_slow_nodes_of_640_are_named_alone() -> None:
     bad = {"n000", "n001", "n100", "n333", "n639"}
     findings, notes = judged(640, bad)
+    assert findings.keys() == bad
+    assert notes == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_most_links_of_the_extra_round_are_slow_all_slow_nodes_are_named(seed: int) -> None:
+    bad = set(random.Random(seed).sample(names(16), 4))
+    findings, notes = judged(16, bad)
     assert findings.keys() == bad
     assert notes == []
 
