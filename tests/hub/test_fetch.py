@@ -357,6 +357,28 @@ def test_a_whole_folder_is_fetched_again_without_a_network(
     assert hub.requests == []
 
 
+@pytest.mark.parametrize(
+    ("more", "stored"),
+    [
+        ((), {"subset": None}),
+        (("--subset", "en"), {"subset": "en"}),
+        (("--subset", "en"), {"subset": None, "subsets": ["en"]}),
+    ],
+)
+def test_a_folder_whose_list_has_a_subset_is_fetched_again_without_a_network(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], stored: dict[str, Any]
+) -> None:
+    """As before several subsets were fetched at once."""
+    hub.add("me/texts", DATASET, "dataset")
+    run("dataset", "me/texts", *more, "--to", "there")
+    path = Path("there/.overland/snapshot.json")
+    tree = json.loads(path.read_text())
+    tree["requests"] = [{"kind": "dataset", "include": [], **stored}]
+    path.write_text(json.dumps(tree))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "0 fetched" in run("dataset", "me/texts", *more, "--to", "there").stdout
+
+
 def test_files_that_lie_there_already_are_taken_if_they_are_right(hub: Hub) -> None:
     """As after a download by other means."""
     hub.add("me/llama", MODEL)

@@ -95,15 +95,25 @@ def read_snapshot(folder: Path) -> HubSnapshot | None:
         if tree["version"] != VERSION:
             raise HubError(f"{path} is from another version of Overland: fetch into a new folder")
         files = {name: HubFile(*entry) for name, entry in tree["files"].items()}
-        facts = {key: tree[key] for key in ("type", "name", "revision", "commit", "requests")}
+        facts = {key: tree[key] for key in ("type", "name", "revision", "commit")}
+        requests = [_in_current_keys(one) for one in tree["requests"]]
         check_commit(facts["commit"])
-        snapshot = HubSnapshot(**facts, files=files)
+        snapshot = HubSnapshot(**facts, files=files, requests=requests)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise HubError(f"{path} is damaged: remove it and fetch again") from None
     check_names(snapshot.files)
     return snapshot
+
+
+def _in_current_keys(request: dict[str, Any]) -> dict[str, Any]:
+    """Returns a stored request with `subsets`; older lists have a `subset`, which may be null."""
+    request = dict(request)
+    if "subset" in request:
+        subset = request.pop("subset")
+        request.setdefault("subsets", [] if subset is None else [subset])
+    return request
 
 
 def write_snapshot(folder: Path, snapshot: HubSnapshot) -> None:
