@@ -89,6 +89,10 @@ def foreign_validation(config: JobConfig) -> str | None:
 def _refuse_twice(config: JobConfig) -> None:
     """Rejects a set that is named twice: it would be read twice, or one of the names ignored."""
     validation = config.validation
+    listed = validation.dataset if isinstance(validation.dataset, list) else []
+    if len({*listed}) < len(listed) and validation.dataset_path is None:
+        name = max(listed, key=listed.count)
+        raise DataError(f"validation.dataset lists {name} twice: remove one of them")
     without_sets = validation.model_copy(update={"sets": {}})
     others = held_out_sources(config.model_copy(update={"validation": without_sets}))
     trained = sources_of(config) if validates_on_holdout(config) else {}

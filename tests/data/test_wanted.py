@@ -190,7 +190,10 @@ def test_a_corpus_is_known_by_the_files_that_it_was_built_from(tmp_path: Path) -
 def test_a_set_to_validate_on_is_named_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     datasets = {name: str(tmp_path / "a.txt") for name in "ab"}
-    for names, message in ((["a", "b"], "twice, as a and as b"),):
+    for names, message in (
+        (["a", "a"], r"validation\.dataset lists a twice: remove"),
+        (["a", "b"], "twice, as a and as b"),
+    ):
         with pytest.raises(DataError, match=message):
             check_held_out(config_of(data={"datasets": datasets}, validation={"dataset": names}))
 
