@@ -498,6 +498,27 @@ def test_the_stubs_accumulation_follows_from_a_global_batch(tmp_path: Path) -> N
     assert loaded.config.training.global_batch_size == 128
 
 
+@pytest.mark.parametrize(
+    ("own", "form"),
+    [
+        ("type: shard", ("shard", "safetensors")),
+        ("full_format: safetensors", ("full", "safetensors")),
+    ],
+)
+def test_the_stubs_own_form_of_checkpoints_wins_over_its_state_dict_type(
+    own: str, form: tuple[str, str], tmp_path: Path
+) -> None:
+    others = "optim: {lr: 1e-3}\ndist: {backend: gloo}\n"
+    text = f"checkpoint:\n  state_dict_type: full\n  {own}\n{others}"
+    loaded = load(tmp_path, text, name="stub.yaml")
+    checkpoint = loaded.config.checkpoint
+    assert (checkpoint.type, checkpoint.full_format) == form
+    key = own.partition(":")[0]
+    assert any(
+        f"does not set checkpoint.{key}, since checkpoint.{key} is" in n for n in loaded.notes
+    )
+
+
 def test_the_stub_without_mixed_precision_trains_in_float32_whatever_its_dtype(
     tmp_path: Path,
 ) -> None:

@@ -366,14 +366,25 @@ class Stub(Draft):
         key = "checkpoint.state_dict_type"
         if (entry := self.get(key)) is not None:
             if entry.value == "full":  # the stub's are four files of `torch.save`
-                self.put_all({"checkpoint.type": "full", "checkpoint.full_format": "torch"}, entry)
-                text = 'checkpoint.type = "full" with full_format = "torch"'
-                self.became(entry, f"{key} is now {text}")
+                own = self.get("checkpoint.type")
+                is_full = own is None or own.value == "full"  # only these have formats
+                files = {"checkpoint.full_format": "torch"} if is_full else {}
+                self._form_of_checkpoints({"checkpoint.type": "full", **files}, entry)
             elif entry.value in (None, *STATE_DICTS):
-                self.put("checkpoint.type", "shard", entry)
-                self.became(entry, f'{key} is now checkpoint.type = "shard"')
+                self._form_of_checkpoints({"checkpoint.type": "shard"}, entry)
             else:
                 self.refuse(key, entry, f"expected {any_of(list(STATE_DICTS))}")
+
+    def _form_of_checkpoints(self, values: dict[str, str], source: Entry) -> None:
+        """Sets keys from `checkpoint.state_dict_type`, but none that the file sets itself."""
+        key, own = "checkpoint.state_dict_type", [one for one in values if self.get(one)]
+        for one in own:
+            self.became(source, f"{key} does not set {one}, since {one} is also set")
+        rest = {today: value for today, value in values.items() if today not in own}
+        if rest:
+            self.put_all(rest, source)
+            text = " with ".join(f'{today} = "{value}"' for today, value in rest.items())
+            self.became(source, f"{key} is now {text}")
 
     def _folder(self) -> None:
         directory, prefix = self.get("checkpoint.directory"), self.get("checkpoint.prefix")
