@@ -15,6 +15,7 @@ PLUGINS = {
     "formats": "overland.apps.convert.formats",  # checkpoints of any format
     "torch_files": "overland.apps.convert.formats.torch_save",  # pickled, read without running them
     "console": "overland.apps.console.show",  # what a run shows
+    "screen": "overland.apps.console.screen",  # what waits for the first step, without torch
     "samples": "overland.apps.evaluation.sample",  # of the model, before and after training
     "tokenizer_training": "overland.apps.data.tokenizer_training",  # for text without one
     "mds": "overland.apps.data.mds",  # data of other trainers

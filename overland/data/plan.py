@@ -181,12 +181,14 @@ def kept_plan(run: Path) -> dict[str, Any]:
         return {}
     except ValueError:
         kept = None
-    if not isinstance(kept, dict) or not isinstance(kept.get("plan"), dict):
+    plan = kept.get("plan") if isinstance(kept, dict) else None
+    parts = [plan.get("sources"), plan.get("segments")] if isinstance(plan, dict) else []
+    if [*map(type, parts)] != [dict, list]:
         raise DataError(
             f"{path} is damaged: it contains no data plan. Delete it, and the run writes it again "
             "from its checkpoint"
         )
-    return kept
+    return dict(kept)
 
 
 def differences(before: Segment, after: Segment) -> list[str]:

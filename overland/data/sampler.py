@@ -159,7 +159,7 @@ class Sampler:
     def position(self, batch: int) -> tuple[int, int, int] | None:
         """Returns the epoch that a batch begins in, its place there, and the size of an epoch, or
         None if that cannot be computed, as for text."""
-        lane, read = self._read_of_one(batch)
+        lane, read = self._read_of_one(batch, batch)
         size = lane.epoch_size if lane is not None else None
         return None if size is None else (*divmod(read, size), size)
 
@@ -169,15 +169,15 @@ class Sampler:
         because another thread may be reading."""
         if batch == 0:
             return 0.0
-        lane, read = self._read_of_one(batch - 1)
+        lane, read = self._read_of_one(batch - 1, until=batch)
         return None if lane is None else lane.epochs_before(read)
 
-    def _read_of_one(self, batch: int) -> tuple[Lane | None, int]:
+    def _read_of_one(self, batch: int, until: int) -> tuple[Lane | None, int]:
         """Returns the only lane that a batch is read from, if there is only one, and how many
-        blocks of it are read before."""
+        blocks of it are read before batch `until`, which may be the first of another segment."""
         lanes = self.lanes(batch)
         used = np.flatnonzero(lanes.mixture.shares).tolist()
-        read = int(lanes.read_until(batch)[used[0]])
+        read = int(lanes.read_until(until)[used[0]])
         return lanes.lanes[used[0]] if len(used) == 1 else None, read
 
     def _width(self, segment: Segment, batch: int) -> int:

@@ -363,7 +363,8 @@ def _parse(head: bytes, path: Path) -> _Head:
     fields = HEAD.unpack(head)
     if fields[1] != FORMAT:
         raise DataError(
-            f"{path} has format {fields[1]}, but this version reads {FORMAT}: build it again"
+            f"{path} has format {fields[1]}, but this version reads {FORMAT}: delete it and "
+            "build it again"
         )
     if fields[-1] != zlib.crc32(HEAD.pack(*fields[:-1], 0)):
         raise DataError(f"{path} is damaged in its header; delete it and build it again")

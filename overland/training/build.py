@@ -75,7 +75,7 @@ def build_run(
     asked, beat = config, beat or Heartbeat()
     if screen is None:
         is_shown = world.rank in log_ranks
-        screen = plugin("console").Screen(rank=world.rank, is_shown=is_shown, beat=beat)
+        screen = plugin("screen").Screen(rank=world.rank, is_shown=is_shown, beat=beat)
     report = screen.print
     set_seeds(config.debug)
     folder = RunFolder(config)

@@ -137,15 +137,15 @@ def train_rank(
     config: JobConfig, world: World, printing: Collection[int] = (0,), beat: Heartbeat | None = None
 ) -> Trained:
     """Trains on this rank."""
-    beat, console = beat or Heartbeat(), plugin("console")
+    beat, screens = beat or Heartbeat(), plugin("screen")
     beat.enter(Phase.JOINING, doing="" if world.size > 1 else "starting")
-    with console.Screen.of(config, world, printing, beat) as screen:
+    with screens.Screen.of(config, world, printing, beat) as screen:
         result, words = _train_among_ranks(config, world, screen, beat)
     if words and printing:
         try:
             print(visible(words), flush=True)
         except BrokenPipeError:  # everything is saved
-            console.fall_silent()
+            screens.fall_silent()
     beat.enter(Phase.FINISHED if result.finished else Phase.STOPPED)
     if not result.finished and beat.is_supervised and world.is_first:
         say(world.rank, Kind.STOPPED, f"step {beat.step}", beat.step)

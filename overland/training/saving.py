@@ -46,6 +46,8 @@ def prepare_saves(run: Run, report: Callable[[str], None]) -> None:
             write()
         except (CheckpointError, OSError) as error:
             report(f"note: {sentence(error)}")
+    if run.config.checkpoint.last_save_in_hf:
+        plugin("exports")  # loaded now: at the end, the program's files may have changed
     run.store.prepare(saved_state(run))
     for note in run.store.notes:
         report(f"note: {note}")

@@ -55,6 +55,9 @@ def test_an_epoch_ends_inside_its_last_batch(corpora: dict[str, Corpus], packing
                 assert (share["labels_BS"] == IGNORED).all()
         total += int(sum(weights))
         assert (sum(weights) == 7) == (number < batches - 1 or not total % 7)
+    begun = [rows.epoch(batch) for batch in range(batches)]
+    assert begun == sorted(set(begun)), "what the status line says counts up with each batch"
+    assert 2 * 5 / total < (begun[1] or 0) < 2 * 9 / total
     endless = rows_of(one_segment(corpora, {"a": 1.0}, **how), corpora)
     assert endless.num_batches(2.0) == batches
     assert endless.num_batches(2.0, drop=True) == total // 7

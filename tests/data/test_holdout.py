@@ -21,7 +21,7 @@ from overland.data.corpus import Corpus, open_corpus
 from overland.data.holdout import held_out_documents, kept_share
 from overland.data.layout import lay_out
 from overland.data.leakage import foreign_validation
-from overland.data.plan import Plan
+from overland.data.plan import Plan, kept_plan
 from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.sampler import Sampler
 from overland.data.sources import open_source
@@ -318,3 +318,11 @@ def test_a_side_without_documents_is_refused_before_the_first_step(
     config = config_of(text, tmp_path / "data", tokenizer, share)
     with pytest.raises(DataError, match=rf"data\.holdout holds out {side} of text \(a share"):
         training_data(config, 4, None, Preparer())
+
+
+@pytest.mark.parametrize("kept", ["[]", "null", '{"plan": {}}', '{"plan": {"sources": {}}}', "{"])
+def test_a_plan_that_is_not_whole_is_one_sentence(kept: str, tmp_path: Path) -> None:
+    (tmp_path / PLAN).parent.mkdir(parents=True)
+    (tmp_path / PLAN).write_text(kept)
+    with pytest.raises(DataError, match="contains no data plan"):
+        kept_plan(tmp_path)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overland.config.derived import Degrees, model_name, rows_per_step
 from overland.config.schema import NO_DESCRIPTION, ActivationCheckpoint, JobConfig, Optimizer
 from overland.files import replace_file
 from overland.models.flops import count_parameters, measure_of, trained_parameters
 from overland.run_folder import WRITTEN_BY, RunFolder
-from overland.training.run import Run
 from overland.words import command
 from overland.world import World
 from overland.world.devices import device_name
+
+if TYPE_CHECKING:
+    from overland.training.run import Run
 
 
 def write_readme(run: Run) -> None:

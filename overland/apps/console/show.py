@@ -8,13 +8,12 @@ from overland.apps.console.bar import Console
 from overland.apps.console.closing import closing
 from overland.apps.console.opening import opening
 from overland.apps.console.readme import write_readme
-from overland.apps.console.screen import Screen, fall_silent
 from overland.apps.console.services import TensorBoard, WeightsAndBiases
 from overland.apps.report.plot import LossPlot
 from overland.training.callbacks import Callback
 from overland.training.run import Run
 
-__all__ = ["Screen", "callbacks", "closing", "fall_silent", "opening", "write_readme"]
+__all__ = ["callbacks", "closing", "opening", "write_readme"]
 
 
 def callbacks(run: Run) -> list[Callback]:
