@@ -50,7 +50,8 @@ def test_a_resumed_run_keeps_its_own(tmp_path: Path, tokenizer: Tokenizer, add_b
     folder = RunFolder(config)
     assert preparer_for(config, folder).policy == UNKNOWN
     (run / "data").mkdir(parents=True)
-    (run / "data" / "plan.json").write_text(json.dumps({"plan": {}, "add_bos": add_bos}))
+    plan: dict[str, object] = {"sources": {}, "segments": []}
+    (run / "data" / "plan.json").write_text(json.dumps({"plan": plan, "add_bos": add_bos}))
     (folder.checkpoints / "step_1").mkdir(parents=True)
     (folder.checkpoints / "step_1" / "COMMITTED").write_text("{}")
     found = opened(config, tokenizer, preparer_for(config, folder))
