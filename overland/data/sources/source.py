@@ -212,6 +212,13 @@ class UserSource(Source):
 
 def as_source(own: Any) -> Source:
     """Returns a user's object as a source."""
+    for name in ("chunks", "read"):
+        is_default = getattr(type(own), name, None) is getattr(Source, name)
+        if is_default or not callable(getattr(own, name, None)):
+            raise DataError(
+                f"the source {type(own).__name__} has no method {name}(); a source needs chunks() "
+                "and read(chunk), see docs/extending.md"
+            )
     return own if isinstance(own, Source) else UserSource(own)
 
 
