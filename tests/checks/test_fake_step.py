@@ -167,6 +167,9 @@ def test_an_objective_finds_the_channels_of_its_data(monkeypatch: pytest.MonkeyP
         def chunks(self) -> list[str]:
             return ["all"]
 
+        def read(self, chunk: str) -> list[dict[str, list[float]]]:
+            return [{"tokens": [1, 2, 3], "score": [0.0, 1.0, 0.5]}]
+
     class ByScore(Objective):
         def terms(self, losses_BS, fields):
             return (losses_BS * fields["score_BS"]).sum(1, keepdim=True)
