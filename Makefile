@@ -99,7 +99,7 @@ prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/overland prove layout --layouts short --dtype bfloat16 --table docs/evidence/layouts.md
 	$(BIN)/overland prove layout --layouts five --table docs/evidence/layouts.md
 	$(BIN)/overland prove resume --layouts dozen --table docs/evidence/resume.md
-	$(BIN)/overland prove sessions --stories all --table docs/evidence/sessions.md
+	$(BIN)/python -m tests.prove_sessions docs/evidence/sessions.md
 	$(BIN)/python -m tests.prove_long docs/evidence/long.md
 	$(BIN)/python -m tests.prove_peft docs/evidence/peft.md
 	$(BIN)/python -m tests.cluster.walkthrough docs/evidence/walkthrough.md

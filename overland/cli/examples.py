@@ -63,8 +63,6 @@ HELP: dict[str, tuple[str, tuple[str, ...]]] = {
         ("overland prove checkpoint runs/quickstart/checkpoint/step_160",)),
     "prove data": ("Compare the data that a run consumed with its plan.",
         ("overland prove data runs/quickstart",)),
-    "prove sessions": ("Kill and restart sessions, and check that their data is exact.",
-        ("overland prove sessions",)),
     "config": ("Show, convert and explain configs.", ()),
     "config reference": ("Print every key with its type, default and meaning.",
         ("overland config reference",)),

@@ -212,40 +212,6 @@ def data(
         raise typer.Exit(1)
 
 
-@app.command()
-@user_errors
-def sessions(
-    stories: Annotated[
-        str, typer.Option(help="short, all, or words that select some: 'streamed pack rows few'.")
-    ] = "short",
-    seed: Annotated[int, typer.Option(help="Determines where sessions are killed.")] = 0,
-    table: Table = None,
-) -> None:
-    """Kill ten data-reading sessions on 1 to 8 ranks, and compare what they read with one run."""
-    import tempfile
-
-    from overland.apps.proofs.evidence import Evidence
-    from overland.apps.proofs.sessions import HEAD, SHORT, STORIES, prove_sessions
-
-    words = set(stories.split())
-    chosen = STORIES if stories == "all" else SHORT if stories == "short" else []
-    chosen = chosen or [one for one in STORIES if words <= set(one.name.split())]
-    if not chosen:
-        raise wrong_option("no story matches all of these words", "--stories")
-    evidence = Evidence(table, HEAD, keys=(0, 1, 2, 3))
-    wrong = 0
-    for story in chosen:
-        if evidence.holds(*story.name.split()):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            verdict = prove_sessions(story, Path(folder), seed)
-        wrong += bool(verdict.problems)
-        evidence.add(*verdict.cells())
-        print("  ".join(f"{cell:<9}" for cell in verdict.cells()), flush=True)
-    if wrong:
-        raise typer.Exit(1)
-
-
 def parsed(layouts: str, named: Mapping[str, list[ProofLayout]]) -> list[ProofLayout]:
     """Returns the layouts of a group, or those with these names."""
     from overland.apps.proofs.layouts import parse_all

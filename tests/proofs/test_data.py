@@ -11,7 +11,6 @@ import torch
 
 from overland.apps.proofs.data import prove_data
 from overland.apps.proofs.pool import RankPool
-from overland.apps.proofs.sessions import SHORT, prove_sessions
 from overland.config.schema import JobConfig
 from overland.data.plan import ChangedSource
 from overland.errors import DataError
@@ -20,6 +19,7 @@ from overland.training.build import build_run
 from overland.training.loop import train
 from overland.world import World
 from tests.jobs import tiny_job
+from tests.prove_sessions import SHORT, prove_sessions
 
 WEIGHTS = {"code": 3.0, "news": 1.0}
 

@@ -4,6 +4,8 @@ The ranks are real processes that read their shares of the batches as a training
 tokenized in the background or pre-tokenized. All processes of a session are killed with SIGKILL at
 some point; the next one resumes from an earlier step, as from a checkpoint. In the end, what was
 consumed is compared with the plan read by one process, from another folder, without interruption.
+
+python -m tests.prove_sessions docs/evidence/sessions.md   (resumes where it stopped)
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from overland.apps.data.build import build
+from overland.apps.proofs.evidence import Evidence
 from overland.config.schema import JobConfig
 from overland.data.blocks import BlockStream
 from overland.data.corpora import Preparer
@@ -35,7 +39,6 @@ from overland.data.mixture import Mixture
 from overland.data.prepare import Dataset, training_data
 from overland.data.rows import with_borders
 from overland.data.sampler import Sampler
-from overland.processes import PYTHON
 
 WORLD_SIZES = (1, 4, 3, 2, 8, 1, 3, 4, 2, 1)
 BATCH_SIZE = 24  # a multiple of every world size
@@ -48,12 +51,11 @@ LIMIT_SECONDS = 600.0
 PAUSE_SECONDS = 0.02  # per batch, like a step, so that a kill can fall between two
 HEAD = """# Killed sessions read what one unbroken run reads
 
-`overland prove sessions --stories all --table docs/evidence/sessions.md`: ten sessions on 1, 4, 3,
-2, 8, 1, 3, 4, 2 and 1 ranks, each killed with SIGKILL at a random moment (together with the
-background processes that tokenize), each resuming from the last multiple of five batches. Three
-sources, 5 : 2 : 1. Equal means: the same rows in the same global order as one uninterrupted process
-in another folder; every document once per epoch of its source; the exact counts of the mixture at
-every step.
+`python -m tests.prove_sessions docs/evidence/sessions.md`: ten sessions on 1, 4, 3, 2, 8, 1, 3, 4,
+2 and 1 ranks, each killed with SIGKILL at a random moment (together with the background processes
+that tokenize), each resuming from the last multiple of five batches. Three sources, 5 : 2 : 1.
+Equal means: the same rows in the same global order as one uninterrupted process in another folder;
+every document once per epoch of its source; the exact counts of the mixture at every step.
 
 | corpora | packing | mixture | documents | sessions | epochs per source | verdict |
 |---|---|---|---|---|---|---|
@@ -99,6 +101,20 @@ class SessionVerdict:
         epochs = " / ".join(map(str, self.epochs))
         verdict = "; ".join(self.problems) or "equal"
         return [*asdict(self.story).values(), str(len(self.world_sizes)), epochs, verdict]
+
+
+def main(page: Path) -> int:
+    evidence = Evidence(page, HEAD, keys=(0, 1, 2, 3))
+    failed = False
+    for story in STORIES:
+        if evidence.holds(*story.name.split()):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            verdict = prove_sessions(story, Path(folder), seed=0)
+        failed |= bool(verdict.problems)
+        evidence.add(*verdict.cells())
+        print(*verdict.cells(), sep="  ", flush=True)
+    return int(failed)
 
 
 def prove_sessions(
@@ -195,9 +211,11 @@ def run_session(
     read."""
     logs = [folder / f"session-{number}-rank-{rank}" for rank in range(world_size)]
     spec = json.dumps({"config": config, "world_size": world_size, "start": start})
+    program = "from tests.prove_sessions import rank; rank()"
     ranks = [
         subprocess.Popen(
-            [*PYTHON, "-c", f"from {__name__} import rank; rank()", spec, str(i), str(log)],
+            [sys.executable, "-c", program, spec, str(i), str(log)],
+            cwd=Path(__file__).parents[1],
             start_new_session=True,  # background processes are killed with their rank
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -317,3 +335,7 @@ def check_documents(
         if len(times) > count or max(times, default=0) > epochs[-1] + slack:
             problems.append(f"documents of {name} occur {epochs[-1]} to {max(times)} times")
     return epochs, problems
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
