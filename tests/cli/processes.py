@@ -8,11 +8,11 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from tests.cli.warm import LIMIT_SECONDS, Command
+from tests.cli.warm import Command
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 # Where the built-in corpus and its tokenizer are built, once for all commands of a test process.
@@ -49,12 +49,10 @@ def start_overland(*words: str, cwd: Path, **env: str) -> Command:
 
 
 def wait_for_step(metrics: Path, step: int) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < deadline:
-        if metrics.exists() and any(record["step"] >= step for record in read_metrics(metrics)):
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"{metrics} never got to step {step}")
+    wait_until(
+        lambda: metrics.exists() and any(one["step"] >= step for one in read_metrics(metrics)),
+        f"{metrics} gets to step {step}",
+    )
 
 
 def interrupt(process: Command, number: int = signal.SIGINT) -> tuple[int, str]:

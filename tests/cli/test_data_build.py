@@ -10,8 +10,9 @@ from overland.data.corpus_folder import read_layout
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.cli.processes import TINY, interrupt, losses, overland, start_overland
-from tests.data.making import bytes_of, tokenizer_in, wait_until, write_lines
+from tests.data.making import bytes_of, tokenizer_in, write_lines
 from tests.data.tokenizer_folders import write_bpe
+from tests.waiting import wait_until
 
 
 @pytest.fixture

@@ -24,8 +24,9 @@ from overland.cli.generate import stripped
 from overland.cli.main import app
 from overland.data.tokenizer import Tokenizer
 from tests.cli.processes import environment
-from tests.cli.warm import LIMIT_SECONDS, server
+from tests.cli.warm import server
 from tests.evaluation.texts import write_chat_model, write_text_model
+from tests.waiting import LIMIT_SECONDS
 
 
 @pytest.fixture(scope="module")

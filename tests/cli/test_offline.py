@@ -14,8 +14,9 @@ import pytest
 
 from overland.apps.data.tokenizer_training import train_tokenizer
 from overland.apps.proofs.checkpoint import verify
-from tests.cli.processes import LIMIT_SECONDS, ROOT, TINY, environment, read_metrics
+from tests.cli.processes import ROOT, TINY, environment, read_metrics
 from tests.data.tokenizer_folders import CORPUS
+from tests.waiting import LIMIT_SECONDS
 
 RUN = Path("runs/quickstart")
 HOOK = Path(__file__).parent / "offline"

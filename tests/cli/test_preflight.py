@@ -11,7 +11,8 @@ import pytest
 
 from overland.cluster.preflight import conduct
 from overland.cluster.preflight.conduct import PreflightSettings, preflight_here
-from tests.cli.processes import LIMIT_SECONDS, environment, overland
+from tests.cli.processes import environment, overland
+from tests.waiting import LIMIT_SECONDS
 
 
 def test_a_good_machine_is_exit_code_0(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ import pytest
 from overland.apps.proofs.checkpoint import verify
 from overland.checkpoint.folder import latest_checkpoint, list_checkpoints
 from tests.cli.processes import (
-    LIMIT_SECONDS,
     TINY,
     environment,
     interrupt,
@@ -31,6 +30,7 @@ from tests.cli.processes import (
     wait_for_step,
 )
 from tests.cli.warm import Command
+from tests.waiting import LIMIT_SECONDS, wait_until
 
 STOPPED = 75
 RUN = Path("runs/quickstart")
@@ -202,11 +202,9 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 def test_a_signal_during_the_start_is_a_stop(tmp_path: Path) -> None:
-    for number, seconds in (signal.SIGTERM, 0.0), (signal.SIGINT, 0.5):
+    for number in (signal.SIGTERM, signal.SIGINT):
         process = start_overland(*WORDS, *steps(100_000), cwd=tmp_path, NGPU="1")
-        while not catches(process.pid, signal.SIGTERM):
-            time.sleep(0.01)
-        time.sleep(seconds)
+        wait_until(lambda process=process: catches(process.pid, signal.SIGTERM))
         code, output = interrupt(process, number)
         assert code == STOPPED, output
 
@@ -245,11 +243,9 @@ def test_a_second_ctrl_c_ends_at_once_with_one_sentence(tmp_path: Path, num_rank
     (tmp_path / "endless.py").write_text(ENDLESS)
     words = [*WORDS, *steps(100_000), "job.custom_import=endless"]
     process = start_overland(*words, cwd=tmp_path, NGPU=num_ranks)
-    while len(list(tmp_path.glob("endless.[01]"))) < int(num_ranks) and process.poll() is None:
-        time.sleep(0.05)
-    time.sleep(0.5)  # the barrier begins
+    wait_until(lambda: len(list(tmp_path.glob("endless.[01]"))) == int(num_ranks) or process.poll())
     os.killpg(process.pid, signal.SIGINT)
-    time.sleep(1.5)
+    time.sleep(1.5)  # Ctrl-C again within a second is the same one
     code, output = interrupt(process, signal.SIGINT)
     assert code == 130, output
     assert "Traceback" not in output

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 from tests.cli.processes import TINY, environment
-from tests.cli.warm import LIMIT_SECONDS, Command
+from tests.cli.warm import Command
+from tests.waiting import LIMIT_SECONDS
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 BAR = "━"

@@ -18,7 +18,6 @@ from overland.world import World, signals
 from overland.world.heartbeat import Heartbeat
 from overland.world.signals import LAUNCHED
 from tests.cli.processes import (
-    LIMIT_SECONDS,
     ROOT,
     TINY,
     environment,
@@ -29,6 +28,7 @@ from tests.cli.processes import (
     start_overland,
     wait_for_step,
 )
+from tests.waiting import LIMIT_SECONDS
 
 
 @pytest.fixture(scope="module")

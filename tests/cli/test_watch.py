@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from overland.apps.watch.watch import Watch
 from overland.cli.main import app
 from overland.cli.watch import follow
-from tests.cli.processes import LIMIT_SECONDS, environment
+from tests.cli.processes import environment
 from tests.reporting.runs import add_events, line, make_run, set_live
+from tests.waiting import LIMIT_SECONDS
 
 END = {"event": "end", "how": "failed", "step": 5, "what": "disk full"}
 

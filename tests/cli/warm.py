@@ -31,7 +31,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-LIMIT_SECONDS = 600  # only a hang takes so long
+from tests.waiting import LIMIT_SECONDS
+
 IMPORTS = (
     "overland.cli.train",
     "overland.training.loop",

@@ -25,10 +25,10 @@ from pathlib import Path
 
 from overland.world.launch import free_port
 from tests.cluster.packages import program
+from tests.waiting import LIMIT_SECONDS, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "salloc", "scontrol", "sinfo")
-START_SECONDS = 180
-LIMIT_SECONDS = 600  # only a hang takes so long
+
 FOLDERS = "overland-slurm-"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY",
          "BOOT_FAIL", "DEADLINE")  # fmt: skip
@@ -241,13 +241,6 @@ class Slurm:
     def _logs(self) -> str:
         files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
         return "\n".join(f"{file.name}: {file.read_text()[-2000:]}" for file in files)
-
-
-def wait_until(is_true: Callable[[], bool], what: str, logs: Callable[[], str]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not is_true():
-        assert time.monotonic() < deadline, f"waited in vain until {what}\n{logs()}"
-        time.sleep(0.1)
 
 
 def free_ports(count: int) -> list[int]:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,8 @@ from overland.checkpoint.read import open_checkpoint
 from overland.cluster.supervise.events import read_events
 from overland.world.heartbeat import HEARTBEATS, node_name, read_signs
 from tests.cli.processes import TINY, environment, losses, overland
-from tests.cluster.slurm import LIMIT_SECONDS, Slurm, processes_of
+from tests.cluster.slurm import Slurm, processes_of
+from tests.waiting import wait_until
 
 SITE = """\
 description = "virtual nodes"
@@ -146,14 +146,13 @@ class SubmittedRun:
         return max((sign.step for sign in signs), default=0)
 
     def wait_until(self, is_true: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not is_true():
-            assert time.monotonic() < deadline, (
-                f"waited in vain until {what}:\n{self.log()[-5000:]}"
-            )
+
+        def has_happened() -> bool:
             ended = self.events("end")
             assert not ended, f"it ended before {what}: {ended}\n{self.log()[-5000:]}"
-            time.sleep(0.1)
+            return is_true()
+
+        wait_until(has_happened, what, lambda: self.log()[-5000:])
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: self.step() >= step, f"step {step}")

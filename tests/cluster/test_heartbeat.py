@@ -36,6 +36,7 @@ from overland.world.heartbeat import (
     reporting,
 )
 from overland.world.signals import SAYS
+from tests.waiting import wait_until
 
 WRITER = """
 import sys
@@ -178,11 +179,12 @@ def test_an_agent_that_is_killed_stopped_or_cut_off_is_there_again(
 
     def wait_for_step(step: int) -> None:
         beat.enter(Phase.COMPUTING, step)
-        deadline = time.monotonic() + 120
-        while watched.dog.step < step or "n1" not in watched.wires.values():
-            assert time.monotonic() < deadline, f"step {step} was not heard of"
+
+        def is_heard_of() -> bool:
             watched.hear()
-            time.sleep(0.05)
+            return watched.dog.step >= step and "n1" in watched.wires.values()
+
+        wait_until(is_heard_of, f"step {step} is heard of")
         assert "n1" not in watched.hung_up
 
     with kept_agent(env):
@@ -194,8 +196,7 @@ def test_an_agent_that_is_killed_stopped_or_cut_off_is_there_again(
         for step, number in ((3, signal.SIGKILL), (4, signal.SIGSTOP)):
             [agent] = agents_of(tmp_path)
             os.kill(agent, number)
-            while agents_of(tmp_path) == [agent]:
-                time.sleep(0.05)
+            wait_until(lambda agent=agent: agents_of(tmp_path) != [agent])
             wait_for_step(step)
         for wire in list(watched.wires):  # the network loses the connection
             wire.socket.shutdown(socket.SHUT_RDWR)
@@ -204,8 +205,7 @@ def test_an_agent_that_is_killed_stopped_or_cut_off_is_there_again(
             watched.hear()
         wait_for_step(5)
         watched.ask_all({"bye": True})
-        while agents_of(tmp_path):
-            time.sleep(0.05)
+        wait_until(lambda: not agents_of(tmp_path))
     assert not folder.exists(), "an agent that was told to go tidies up"
 
 

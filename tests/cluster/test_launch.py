@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from overland.world.launch import _show_end_of, free_port, launch_local
 from tests.cli.processes import TINY, environment, start_overland, wait_for_step
 from tests.cluster.supervised import parent_of
+from tests.waiting import wait_until
 
 LAUNCHER = """
 import subprocess, time
@@ -43,10 +43,7 @@ def test_a_rank_ends_when_its_launcher_is_killed() -> None:
     assert is_alive(rank)
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    deadline = time.monotonic() + 60
-    while is_alive(rank) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(rank)
+    wait_until(lambda: not is_alive(rank))
 
 
 @pytest.fixture

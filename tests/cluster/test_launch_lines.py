@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,17 +12,10 @@ from pathlib import Path
 import pytest
 
 from overland.world.launch import free_port
-from tests.cli.processes import (
-    LIMIT_SECONDS,
-    TINY,
-    environment,
-    losses,
-    overland,
-    read_metrics,
-    wait_for_step,
-)
+from tests.cli.processes import TINY, environment, losses, overland, read_metrics, wait_for_step
 from tests.cluster.packages import need
 from tests.cluster.slurm import Slurm
+from tests.waiting import LIMIT_SECONDS, wait_until
 
 OVERLAND = [sys.executable, "-m", "overland"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -118,10 +110,10 @@ def test_torchruns_world_grows_between_restarts(tmp_path: Path) -> None:
     try:
         wait_for_step(metrics, 5)
         agents.append(start(words, tmp_path / "b"))
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while "Hardware: 2 × " not in readme.read_text():
-            assert time.monotonic() < deadline, (tmp_path / "a" / "log").read_text()
-            time.sleep(0.2)
+        wait_until(
+            lambda: "Hardware: 2 × " in readme.read_text(), "there are two",
+            (tmp_path / "a" / "log").read_text,
+        )  # fmt: skip
         wait_for_step(metrics, max(losses(metrics)) + 5)
     finally:
         for agent in agents:

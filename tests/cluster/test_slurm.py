@@ -15,7 +15,8 @@ from overland.cluster.slurm_jobs import requeue, shun, usable_nodes, was_requeue
 from overland.slurm import expand_hosts
 from tests.cli.processes import environment
 from tests.cluster.packages import need
-from tests.cluster.slurm import PROGRAMS, Slurm, end_abandoned, processes_of, wait_until
+from tests.cluster.slurm import PROGRAMS, Slurm, end_abandoned, processes_of
+from tests.waiting import wait_until
 
 ASK = f"{sys.executable} -c 'from overland.world.launchers import find_world; print(find_world())'"
 

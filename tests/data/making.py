@@ -22,7 +22,6 @@ from overland.data.sources.source import Source, Tokens
 from overland.data.tokenizer import Tokenizer
 
 WORDS = ["the", "a", "train", "went", "over", "land", "and", "sea", "with", "tokens"]
-LIMIT_SECONDS = 600.0
 DOCUMENTS_PER_CHUNK = 1024
 
 
@@ -132,13 +131,6 @@ def documents_of(corpus: Corpus) -> list[list[int]]:
         for shard in shards
         for number in range(shard.info.num_documents)
     ]
-
-
-def wait_until(condition: object, what: str) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"waited {LIMIT_SECONDS:.0f} s for {what}"
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:

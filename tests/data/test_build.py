@@ -30,9 +30,9 @@ from tests.data.making import (
     lines_of,
     slow_lines_of,
     streamed,
-    wait_until,
     write_lines,
 )
+from tests.waiting import wait_until
 
 BUILD_SLOWLY = """
 import sys

@@ -1,6 +1,5 @@
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from overland.data.loader import batches, load_batch, read_ahead
 from overland.data.sources import StandardLibrary, TextFolder
 from overland.errors import DataError
 from tests.data.corpora import one_segment, rows_of
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 4, 8])
@@ -90,8 +90,4 @@ def test_a_reader_that_is_closed_ends_its_thread() -> None:
     reader = read_ahead(itertools.count(), depth=2)
     assert next(reader) == 0
     reader.close()
-    for _ in range(50):
-        if not any(thread.name == "read-ahead" for thread in threading.enumerate()):
-            return
-        time.sleep(0.1)
-    pytest.fail("the thread is still there")
+    wait_until(lambda: all(thread.name != "read-ahead" for thread in threading.enumerate()))

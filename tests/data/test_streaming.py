@@ -26,10 +26,10 @@ from tests.data.making import (
     lines_of,
     slow_lines_of,
     streamed,
-    wait_until,
     write_lines,
 )
 from tests.data.test_holdout import config_of
+from tests.waiting import wait_until
 
 
 @pytest.fixture

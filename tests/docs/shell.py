@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from tests.cli.processes import environment
-from tests.cli.warm import LIMIT_SECONDS, server
+from tests.cli.warm import server
+from tests.waiting import LIMIT_SECONDS
 
 # Stands on the PATH as `overland`. It hands its words, folder, variables and outputs to the test,
 # which forks the command, and passes signals and the exit code on.

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from overland.apps.scripts import copy_scripts
 from tests.cli.processes import ROOT, environment, overland
-from tests.cli.warm import LIMIT_SECONDS, Command
+from tests.cli.warm import Command
+from tests.waiting import LIMIT_SECONDS
 
 HERE = Path(__file__).parent
 TINY = [

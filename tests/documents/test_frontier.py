@@ -26,7 +26,7 @@ from overland.cli.main import app
 from overland.config.derived import resolve_degrees
 from overland.config.load import load_config, recipe_path
 from tests.checkpoint.convert.samples import fixture, saved
-from tests.cli.processes import LIMIT_SECONDS, ROOT, environment, losses, overland
+from tests.cli.processes import ROOT, environment, losses, overland
 from tests.cluster.scripts import assert_good_bash
 from tests.cluster.slurm import Slurm
 from tests.data.chats import ROLES, write_tokenizer
@@ -35,6 +35,7 @@ from tests.evaluation.task_files import write_tasks
 from tests.evaluation.texts import write_text_model
 from tests.hub.server import TOKEN, Hub
 from tests.reporting.runs import line
+from tests.waiting import LIMIT_SECONDS
 
 RECIPES = {
     "llama3_8b_n64": "llama3_8b_frontier",

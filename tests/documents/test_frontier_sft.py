@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 
 from overland.data.tokenizer import Tokenizer
 from tests.checkpoint.convert.test_peft import BASE, deepspeed_of, folder_of
-from tests.cli.processes import LIMIT_SECONDS, ROOT, environment, losses, overland
+from tests.cli.processes import ROOT, environment, losses, overland
 from tests.cli.test_offline import HOOK, namespace
 from tests.cluster.slurm import Slurm
 from tests.data.chats import ROLES, write_tokenizer
 from tests.documents.scripts import copied, shown, typed
 from tests.jobs import write_model
+from tests.waiting import LIMIT_SECONDS
 
 CONVERSATIONS = 40
 STEPS = 3  # of 16 conversations each

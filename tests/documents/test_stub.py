@@ -28,7 +28,6 @@ from overland.data.ledger import read_ledger
 from overland.models import build_model, resolve_config
 from overland.run_folder import LEDGER
 from tests.cli.processes import (
-    LIMIT_SECONDS,
     ROOT,
     environment,
     interrupt,
@@ -40,6 +39,7 @@ from tests.cli.processes import (
 )
 from tests.cluster.packages import need
 from tests.cluster.slurm import Slurm
+from tests.waiting import LIMIT_SECONDS
 
 CONFIG = "test_config_training.yaml"
 TEXT = (Path(__file__).parent / "stub" / CONFIG).read_text()

@@ -8,7 +8,6 @@ import math
 import os
 import random
 import signal
-import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -39,6 +38,7 @@ from overland.world import World
 from tests.cli.processes import overland, start_overland
 from tests.evaluation.plain_perplexity import plain_losses, write_corpora
 from tests.evaluation.texts import write_text_model
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -272,8 +272,11 @@ def test_a_killed_evaluation_continues_and_gives_the_same_bits(
     for number in range(2):
         process = start_overland(*words, "--output", "killed", cwd=tmp_path)
         wanted = number + chance.random()
-        while process.poll() is None and lines_in(tmp_path / "killed") < wanted:
-            time.sleep(0.005)
+        wait_until(
+            lambda process=process, wanted=wanted: (
+                process.poll() is not None or lines_in(tmp_path / "killed") >= wanted
+            )
+        )
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import signal
-import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +21,9 @@ from overland.apps.hub.snapshot import HubFile
 from overland.cli.main import app
 from overland.config.load import load_config
 from overland.data.sources.open import open_source
-from tests.cli.processes import LIMIT_SECONDS, overland, start_overland
+from tests.cli.processes import overland, start_overland
 from tests.hub.server import TOKEN, Hub
+from tests.waiting import wait_until
 
 MODEL = {
     "config.json": b'{"model_type": "llama"}',
@@ -195,7 +195,6 @@ def test_a_killed_fetch_goes_on_in_the_middle_of_a_file(hub: Hub, tmp_path: Path
     hub.hold[name] = 15_000
     words = ["fetch", "model", "me/llama", "--to", "there"]
     process = start_overland(*words, cwd=tmp_path, HF_ENDPOINT=hub.url)
-    deadline = time.monotonic() + LIMIT_SECONDS
     partial = tmp_path / "there" / ".overland" / "partial"
 
     def has_come() -> bool:
@@ -206,9 +205,7 @@ def test_a_killed_fetch_goes_on_in_the_middle_of_a_file(hub: Hub, tmp_path: Path
         others = (tmp_path / "there" / "model-00002-of-00002.safetensors").is_file()
         return sizes == [15_000] and others
 
-    while not has_come():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(has_come)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "there" / name).exists()

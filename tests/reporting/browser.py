@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_until
+
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 LIMIT_SECONDS = 120.0  # only a hang takes so long
 
@@ -125,10 +127,7 @@ class Browser:
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not self.evaluate(expression):
-            assert time.monotonic() < deadline, f"never true: {expression}"
-            time.sleep(0.05)
+        wait_until(lambda: self.evaluate(expression), expression)
 
     def resize(self, width: int, height: int, mobile: bool = False) -> None:
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height,

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -22,6 +21,7 @@ from overland.apps.report.summary import open_runs
 from overland.cli.main import app
 from tests.cli.processes import start_overland
 from tests.reporting.runs import NOW, line, make_run
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -144,9 +144,11 @@ def test_the_command_says_where_and_ends_with_ctrl_c(run: Path) -> None:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
     process = start_overland("watch", str(run), "--serve", str(port), cwd=run)
-    while "Ctrl-C" not in process.stdout:
-        assert process.poll() is None, process.stdout
-        time.sleep(0.05)
+    wait_until(
+        lambda: "Ctrl-C" in process.stdout or process.poll() is not None, "it serves",
+        lambda: process.stdout,
+    )  # fmt: skip
+    assert process.poll() is None, process.stdout
     address = process.stdout.split()[0]
     assert address.startswith(f"http://127.0.0.1:{port}/")
     assert f"ssh -L {port}:127.0.0.1:{port} " in process.stdout

@@ -21,6 +21,7 @@ from overland.run_folder import OWNER
 from overland.training import owner
 from overland.training.owner import Ownership, owned, read_owner, take, this_owner
 from overland.world import World
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -285,13 +286,6 @@ def test_an_owner_that_was_taken_for_dead_ends_before_it_writes_more(tmp_path: P
     said, problem = process.communicate(timeout=60)
     assert (said, process.returncode) == ("", 2)
     assert f"{tmp_path} was taken over by job 9, process 4711 on elsewhere" in problem
-
-
-def wait_until(is_true: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def enter(world: World, folder: Path) -> str:
