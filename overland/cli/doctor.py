@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from overland.cli.common import complete_site, user_errors
 from overland.words import number_of
+
+if TYPE_CHECKING:
+    from overland.cluster.doctor import Finding
+    from overland.cluster.site import NamedSite
 
 WIDTH = 24
 
@@ -28,7 +34,6 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check the environment, versions, caches and limits, and start once without a network."""
-    from overland.cluster.doctor import examine
     from overland.cluster.site import load_site
 
     findings = []
@@ -45,3 +50,13 @@ def doctor(
         numbers = [number_of(count, kind) for kind, count in counts.items()]
         print(f"\n{len(findings)} checks: {', '.join(numbers)}.")
     raise typer.Exit(1 if counts["error"] else 0)
+
+
+def examine(config: str | None, site: NamedSite | None) -> Iterator[Finding]:
+    """Yields findings as soon as they are known, quick checks first."""
+    from overland.cluster.doctor import offline, session, software
+
+    yield from session.check_session(site, os.environ)
+    yield from session.check_places(site, os.environ)
+    yield from software.check_software(site)
+    yield from offline.check_offline_start(config, os.environ)

@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from overland.cli.main import app
-from overland.cluster.doctor import places, session, software
-from overland.cluster.doctor.finding import Finding
-from overland.cluster.doctor.start import check_offline_start, judge_start
+from overland.cluster.doctor import Finding, session, software
+from overland.cluster.doctor.offline import check_offline_start, judge_start
 from overland.cluster.site import NamedSite, load_site
 from tests.cli.processes import ROOT, environment
 
@@ -102,7 +101,7 @@ def test_caches_that_cannot_be_written_or_lie_in_a_small_home_are_found(tmp_path
         "HF_HOME": f"{tmp_path}/scratch/hf",
         "TRITON_CACHE_DIR": f"{tmp_path}/file/below",
     }
-    found = list(places.check_places(PERLMUTTER, env))
+    found = list(session.check_places(PERLMUTTER, env))
     assert status(found, "SCRATCH_ROOT") == status(found, "HF_HOME") == "ok"
     assert status(found, "XDG_CACHE_HOME") == "warning"
     assert status(found, "TRITON_CACHE_DIR") == "error"
@@ -111,7 +110,7 @@ def test_caches_that_cannot_be_written_or_lie_in_a_small_home_are_found(tmp_path
 
 def test_what_the_site_sets_in_every_job_is_no_matter(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path), "SCRATCH_ROOT": "/tmp"}
-    found = list(places.check_places(FRONTIER, env))
+    found = list(session.check_places(FRONTIER, env))
     assert status(found, "MIOPEN_USER_DB_PATH") == status(found, "TRITON_CACHE_DIR") == "ok"
     assert status(found, "HF_HOME") == "warning"
 
@@ -119,10 +118,10 @@ def test_what_the_site_sets_in_every_job_is_no_matter(tmp_path: Path) -> None:
 def test_a_full_disk_and_a_missing_scratch_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert places.check_scratch(FRONTIER, {}).status == "warning"
-    assert places.check_scratch(LAPTOP, {}).status == "ok"
-    monkeypatch.setattr(places, "LITTLE", 1e18)
-    assert places.check_writable("x", tmp_path, "elsewhere").status == "warning"
+    assert session.check_scratch(FRONTIER, {}).status == "warning"
+    assert session.check_scratch(LAPTOP, {}).status == "ok"
+    monkeypatch.setattr(session, "LITTLE", 1e18)
+    assert session.check_writable("x", tmp_path, "elsewhere").status == "warning"
 
 
 # session
@@ -193,7 +192,7 @@ def test_a_token_is_never_shown_and_its_file_is_for_its_owner(tmp_path: Path) ->
 def refusing(tmp_path: Path, code: str) -> tuple[str, list[str]]:
     """What a program prints, and the addresses it tried."""
     script = (
-        "from overland.cluster.doctor.no_network import refuse_network\n"
+        "from overland.cluster.doctor.offline import refuse_network\n"
         f"refuse_network({str(tmp_path / 'tried')!r})\nimport socket\n{code}"
     )
     done = subprocess.run(
@@ -286,7 +285,7 @@ def test_the_verb_looks_at_everything_and_says_so(
 
 def test_the_table_has_a_line_for_each_and_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [Finding("a", "ok", "fine"), Finding("b", "error", "broken", "mend it")]
-    monkeypatch.setattr("overland.cluster.doctor.examine", lambda config, site: iter(told))
+    monkeypatch.setattr("overland.cli.doctor.examine", lambda config, site: iter(told))
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert "→ mend it" in done.stdout

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-
-from overland.cluster.doctor.finding import Finding
-from overland.cluster.site import NamedSite
-
-__all__ = ["Finding", "examine"]
+from dataclasses import dataclass
+from typing import Literal
 
 
-def examine(
-    config: str | None, site: NamedSite | None, env: Mapping[str, str] = os.environ
-) -> Iterator[Finding]:
-    """Yields findings as soon as they are known, quick checks first."""
-    from overland.cluster.doctor.places import check_places
-    from overland.cluster.doctor.session import check_session
-    from overland.cluster.doctor.software import check_software
-    from overland.cluster.doctor.start import check_offline_start
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check: `error` would make a run fail; `warning` may cost time or surprise."""
 
-    yield from check_session(site, env)
-    yield from check_places(site, env)
-    yield from check_software(site)
-    yield from check_offline_start(config, env)
+    what: str
+    status: Literal["ok", "warning", "error"]
+    found: str
+    way_out: str = ""
+
+
+def ok(what: str, found: str) -> Finding:
+    return Finding(what, "ok", found)
+
+
+def warning(what: str, found: str, way_out: str) -> Finding:
+    return Finding(what, "warning", found, way_out)
+
+
+def failure(what: str, found: str, way_out: str) -> Finding:
+    return Finding(what, "error", found, way_out)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from overland.cluster.doctor.finding import Finding, failure, ok, warning
+from overland.cluster.doctor import Finding, failure, ok, warning
 from overland.cluster.site import NamedSite
 from overland.words import command
 
