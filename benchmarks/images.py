@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from overland.config.schema import Data, JobConfig, Model, Training
+from overland.data.batch import batches, read_ahead
 from overland.data.corpora import Preparer
-from overland.data.loader import batches, read_ahead
 from overland.data.prepare import training_data
 from overland.data.sampler import Sampler
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from overland.data.batch import load_batch
 from overland.data.corpus import Corpus, open_corpus
 from overland.data.layout import lay_out
-from overland.data.loader import load_batch
 from overland.data.plan import Plan, PlannedSource, Segment
 from overland.data.sampler import Sampler
 from overland.data.sources.source import Source

@@ -29,8 +29,8 @@ from overland.apps.convert.formats import open_any
 from overland.apps.convert.formats.merge import join
 from overland.config.errors import toml_value
 from overland.config.load import load_config
+from overland.data.batch import load_batch
 from overland.data.corpora import Preparer
-from overland.data.loader import load_batch
 from overland.data.prepare import training_data
 from tests.cli.processes import overland, read_metrics
 from tests.data.chats import ROLES, write_lines, write_tokenizer

@@ -46,13 +46,13 @@ class TrainingSet:
     def batch(self, step: int) -> Batch:
         """Returns the batch of a step, counted from 1, on the CPU. Ignores batches that a run has
         skipped after a loss spike; `overland data preview RUN` accounts for them."""
-        from overland.data.loader import load_batch
+        from overland.data.batch import load_batch
 
         return load_batch(self.dataset.rows, check_step(step) - 1)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the batches of steps 1, 2, 3, … endlessly."""
-        from overland.data.loader import batches
+        from overland.data.batch import batches
 
         return batches(self.dataset.rows, 0)
 

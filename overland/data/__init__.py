@@ -4,7 +4,7 @@ One way through it: `sources` read documents of any format, which become shards 
 (`shard_maker.py`, `shard.py`) in a corpus (`layout.py`, `corpus.py`). `windows.py` permutes them,
 `blocks.py` packs them (`pack.py`) into a lane of rows (`lanes.py`), and `sampler.py` takes the rows
 of batch *t* from the lanes, in the turns of a mixture (`mixture.py`), as the plan says (`plan.py`).
-`loader.py` makes tensors of them (`rows.py`, `batch.py`).
+`batch.py` makes tensors of them.
 
 `prepare.py` opens all of it for a config, with `corpora.py`, `wanted.py` and `registry.py`. Chats
 are rendered on the way in: `sft.py`, `conversations.py`, `chat.py`, `learned_tokens.py`.

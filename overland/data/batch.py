@@ -1,15 +1,19 @@
 """A batch, the input of a training step: rows with named fields, such as tokens and labels.
 
-`make_batch` makes one of rows as they are read (rows.py).
+Batch t is a function of the plan and t. A rank loads its share of the rows at the last moment, so
+ranks, workers and restarts cannot change what is read; `read_ahead` does so while the previous step
+computes. `apps/data/loader.py` is the loader on its own, for a user's own training scripts.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,22 +22,18 @@ from torch import Tensor
 
 from overland.config.schema import Images
 from overland.data.order import mix64
-from overland.data.rows import (
-    IGNORED,
-    Rows,
-    Samples,
-    answers_apart,
-    tokens_and_labels,
-    with_borders,
-)
-from overland.data.shard import ANSWERS
+from overland.data.sampler import Rows, Sampler, Samples
+from overland.data.shard import ANSWERS, CHOSEN, REJECTED
 from overland.data.sources.image_files import WANTED
 
 Array = npt.NDArray[np.int64]
+IGNORED = -100  # label without a loss
 EPSILON = 1e-6  # added to the variance, so that a constant image becomes zeros
 ABOUT_ROWS = ("sample_B", "epoch_B", "weight_B")
 """Not part of the digest of token rows: tokens and labels suffice, and earlier ledgers have only
 those."""
+CLOSE_SECONDS = 10.0  # longest wait, at the end of a run, for a batch that is being read
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,66 @@ class Batch:
             yield self.map(lambda x, start=start: x[start : start + rows])  # type: ignore[misc]
 
 
+def load_batch(rows: Sampler, batch: int, part: int = 0, num_parts: int = 1) -> Batch:
+    """Loads a rank's share of a global batch. Rows beyond the last epoch are masked."""
+    segment = rows.plan.segment(batch)
+    if rows.arrays is not None:
+        share = make_batch(rows.read_samples(batch, part, num_parts))
+    else:
+        share = make_batch(rows.read(batch, part, num_parts), segment.document_mask)
+    count = rows.num_rows(batch)
+    if count == segment.global_batch_size:
+        return share
+    # On every rank, because all shares of a batch must have the same fields.
+    return share.padded_from(count - part * len(share))
+
+
+def batches(rows: Sampler, start: int, part: int = 0, num_parts: int = 1) -> Iterator[Batch]:
+    """Yields this rank's share of global batch `start` and of all following batches."""
+    number = start
+    while True:
+        yield load_batch(rows, number, part, num_parts)
+        number += 1
+
+
+def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """Yields the same items, which a thread prepares while the consumer computes."""
+    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(item: T | None, error: BaseException | None) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put((item, error), timeout=0.1)
+            except queue.Full:
+                continue
+
+    def fill() -> None:
+        try:
+            for item in items:
+                put(item, None)
+                if stop.is_set():
+                    return
+            put(None, StopIteration())
+        except BaseException as error:
+            put(None, error)
+
+    thread = threading.Thread(target=fill, daemon=True, name="read-ahead")
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item  # type: ignore[misc]
+    finally:
+        stop.set()
+        # A daemon thread that is inside torch when Python exits aborts the whole process.
+        thread.join(timeout=CLOSE_SECONDS)
+
+
 def make_batch(rows: Rows | Samples, document_mask: bool = False) -> Batch:
     """Turns rows into tensors. With a document mask, they include where documents begin."""
     fields = dict(rows.arrays) if isinstance(rows, Samples) else token_fields(rows, document_mask)
@@ -131,6 +191,64 @@ def token_fields(rows: Rows, document_mask: bool) -> dict[str, npt.NDArray[Any]]
     # A channel belongs to the predicted token: a weight is the weight of its label.
     channels = {f"{name}_BS": values[:, 1:] for name, values in rows.channels.items()}
     return dict(zip(names, arrays, strict=False)) | channels
+
+
+class RowFields(NamedTuple):
+    tokens: Array
+    labels: Array
+    positions: Array
+    documents: Array
+    """The number of the document in its row, from 0."""
+
+
+def tokens_and_labels(rows: Rows) -> tuple[Array, Array]:
+    """Returns the rows without their last token, and without their first; padding has no loss.
+    Both are views of the same memory if possible, since pinning copies it anyway."""
+    labels = rows.tokens[:, 1:]
+    padded = _padded(rows).tolist()
+    if padded:
+        labels = labels.copy()
+    for row in padded:
+        labels[row, max(rows.num_tokens[row] - 1, 0) :] = IGNORED
+    return rows.tokens[:, :-1], labels
+
+
+def with_borders(rows: Rows) -> RowFields:
+    """Adds document boundaries: no loss across them, and positions that start at 0 in each
+    document. Padding is a document of its own."""
+    tokens, labels = tokens_and_labels(rows)
+    labels = labels if labels.base is None else labels.copy()
+    width = rows.tokens.shape[1]
+    padded = _padded(rows)
+    begins = np.append(rows.piece_begin, rows.num_tokens[padded])
+    begins = np.sort(begins + width * np.append(rows.piece_row, padded))
+    row, begin = np.divmod(begins, width)
+    labels[row[begin > 0], begin[begin > 0] - 1] = IGNORED
+    row, begin = row[begin < width - 1], begin[begin < width - 1]
+    begins = row * (width - 1) + begin
+    sizes = np.diff(begins, append=tokens.size)
+    number = np.arange(len(row)) - np.searchsorted(row, row)
+    return RowFields(
+        tokens,
+        labels,
+        (np.arange(tokens.size) - np.repeat(begins, sizes)).reshape(tokens.shape),
+        np.repeat(number, sizes).reshape(tokens.shape),
+    )
+
+
+def answers_apart(rows: Rows) -> Rows:
+    """Returns rows of pairs in which the second answer begins a document of its own."""
+    answers = rows.channels[ANSWERS]
+    row, place = np.nonzero((answers[:, :-1] == CHOSEN) & (answers[:, 1:] == REJECTED))
+    return replace(
+        rows,
+        piece_row=np.append(rows.piece_row, row),
+        piece_begin=np.append(rows.piece_begin, place + 1),
+    )
+
+
+def _padded(rows: Rows) -> Array:
+    return np.flatnonzero(rows.num_tokens < rows.tokens.shape[1])
 
 
 def digests(batch: Batch) -> Tensor:

@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.arrays import Arrays
-from overland.data.lanes import Lane
+from overland.data.lanes import Lane, Origins, Room
 from overland.data.order import group_alike, groups, permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
 from overland.data.plan import REST_RULES
-from overland.data.rows import Origins, Room
 from overland.data.shard import TOKENS, Shard
 from overland.data.sources.file_marks import digest_of
 from overland.data.windows import Documents, Reading, Windows

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from overland.data.arrays import Arrays
 from overland.data.order import permute
 from overland.data.plan import Segment
-from overland.data.rows import Origins, Room
+from overland.data.shard import WEIGHTS
 from overland.data.sources.file_marks import digest_of
 from overland.data.sources.image_files import WANTED, ArrayList
 from overland.data.windows import Exhausted, Reading
@@ -33,6 +33,40 @@ from overland.errors import DataError
 Array = npt.NDArray[np.int64]
 DOCUMENTS_PER_BLOCK = 4
 READERS = max(2, min(8, os.cpu_count() or 2))  # threads, which wait for the disk or copy
+
+
+@dataclass(frozen=True)
+class Room:
+    """Buffers for rows of tokens, which several streams fill; see `sampler.Rows`."""
+
+    tokens: Array
+    num_tokens: Array
+    sample: Array
+    epoch: Array
+    channels: Mapping[str, npt.NDArray[Any]]
+
+    @classmethod
+    def of(cls, rows: int, width: int, channels: Mapping[str, str]) -> Room:
+        """Allocates this many rows. A document without weights has weight 1; other channels are 0
+        for sources that lack them."""
+        shape = (rows, width)
+        num_tokens, sample, epoch = np.empty((3, rows), np.int64)
+        filled = {name: np.full(shape, name == WEIGHTS, dtype) for name, dtype in channels.items()}
+        return cls(np.empty(shape, np.int64), num_tokens, sample, epoch, filled)
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The origins of rows, piece by piece. Each token counts where the model reads it, so the last
+    token of a row, which is only predicted, counts there only if no other row repeats it."""
+
+    row: Array
+    source: Array
+    number: Array
+    """The number of the document in its source."""
+    start: Array
+    """Where in its document a piece begins."""
+    length: Array
 
 
 class Lane:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +18,43 @@ import numpy.typing as npt
 from overland.data.arrays import Arrays
 from overland.data.blocks import BlockStream, Rest, Shape
 from overland.data.corpus import Corpus
-from overland.data.lanes import Gone, Lane, MadeRows
+from overland.data.lanes import Gone, Lane, MadeRows, Origins, Room
 from overland.data.mixture import MixedWindows, Mixture
 from overland.data.order import groups
 from overland.data.plan import LENGTH_STEP, Plan, Segment
-from overland.data.rows import Origins, Room, Rows, Samples
 from overland.data.windows import Reading, SourceWindows
 from overland.errors import DataError
 
 Array = npt.NDArray[np.int64]
 AnyCorpus: TypeAlias = Corpus | MadeRows
 Corpora: TypeAlias = Mapping[str, AnyCorpus]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Blocks as rows of `seq_len + 1` tokens."""
+
+    tokens: Array
+    num_tokens: Array
+    """The number of real tokens in each row; the rest is padding."""
+    piece_row: Array
+    piece_begin: Array
+    """Where each piece of a document begins: the row, and the place in it."""
+    sample: Array
+    """The document that each row begins with: source × 2⁵⁶ + its number there."""
+    epoch: Array
+    """How many times that document was read before."""
+    channels: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Channels with an element per token, by name; 0 for padding."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Arrays by name, with a row for each sample; see `Rows` for the numbers."""
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    sample: Array
+    epoch: Array
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
-from overland.data.batch import Batch
-from overland.data.loader import batches, read_ahead
+from overland.data.batch import Batch, batches, read_ahead
 from overland.data.windows import Exhausted
 from overland.errors import TrainingError
 from overland.parallel.comm import from_first_rank

@@ -24,8 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from overland.data.batch import Batch
-from overland.data.loader import load_batch
+from overland.data.batch import Batch, load_batch
 from overland.data.windows import Exhausted
 from overland.errors import ModelError, ObjectiveError
 from overland.models.registry import own_model_name

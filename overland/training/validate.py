@@ -10,7 +10,7 @@ from operator import itemgetter
 import torch
 
 from overland.config.schema import Validation, ValidationSet
-from overland.data.loader import load_batch
+from overland.data.batch import load_batch
 from overland.data.prepare import Dataset
 from overland.data.sources.file_marks import digest_of
 from overland.objectives.objective import NextToken, count_of

@@ -19,7 +19,7 @@ from overland.apps.proofs.pool import RankPool
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data import registry as sources
-from overland.data.loader import load_batch
+from overland.data.batch import load_batch
 from overland.errors import ObjectiveError, OptimizerError
 from overland.models.flops import count_parameters
 from overland.models.registry import model_config

@@ -20,11 +20,10 @@ from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data import registry
 from overland.data.arrays import Arrays, Unfit
-from overland.data.batch import Batch, digests
+from overland.data.batch import Batch, digests, load_batch
 from overland.data.corpora import Preparer
 from overland.data.layout import lay_out
 from overland.data.ledger import Ledger
-from overland.data.loader import load_batch
 from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.registry import register_source
 from overland.data.shard import open_shard

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from overland.data.batch import digests
+from overland.data.batch import IGNORED, digests, load_batch
 from overland.data.corpus import Corpus
-from overland.data.loader import load_batch
 from overland.data.pack import Packing
-from overland.data.rows import IGNORED
 from overland.data.shard import open_shard, write_shard
 from overland.data.sources import open_source
 from overland.errors import DataError

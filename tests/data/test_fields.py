@@ -1,6 +1,7 @@
 import numpy as np
 
-from overland.data.rows import IGNORED, Rows, tokens_and_labels, with_borders
+from overland.data.batch import IGNORED, tokens_and_labels, with_borders
+from overland.data.sampler import Rows
 
 # Two documents and padding; one document alone; three, the last of which is only a label.
 ROWS = Rows(

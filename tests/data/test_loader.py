@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.data.batch import Batch
+from overland.data.batch import Batch, batches, load_batch, read_ahead
 from overland.data.lanes import RandomBlocks
-from overland.data.loader import batches, load_batch, read_ahead
 from overland.data.sources import StandardLibrary, TextFolder
 from overland.errors import DataError
 from tests.data.corpora import one_segment, rows_of

@@ -17,13 +17,12 @@ from overland.apps.data.build import build
 from overland.checks.hyperparameters import check_objective, check_sft
 from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
+from overland.data.batch import IGNORED, load_batch
 from overland.data.corpora import Preparer
 from overland.data.layout import lay_out
 from overland.data.learned_tokens import OTHER_ROLES
-from overland.data.loader import load_batch
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, training_data, validation_data
-from overland.data.rows import IGNORED
 from overland.data.sft import CHATML, ConversationSource
 from overland.data.sources import StandardLibrary
 from overland.data.tokenizer import Tokenizer

@@ -32,7 +32,7 @@ from overland.apps.evaluation.results import Record
 from overland.apps.evaluation.windows import WindowRow, batches, padded, row_of, spans
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import DataSource
-from overland.data.rows import IGNORED
+from overland.data.batch import IGNORED
 from overland.data.tokenizer import Tokenizer
 from overland.world import World
 from tests.cli.processes import overland, start_overland

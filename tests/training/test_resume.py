@@ -24,10 +24,9 @@ from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
 from overland.config.schema import JobConfig
-from overland.data.lanes import RandomBlocks
+from overland.data.batch import load_batch
+from overland.data.lanes import RandomBlocks, Room
 from overland.data.ledger import read_ledger
-from overland.data.loader import load_batch
-from overland.data.rows import Room
 from overland.errors import CheckpointError, DataError, MismatchError, NotSavedError
 from overland.files import Disk
 from overland.training import saving, stop

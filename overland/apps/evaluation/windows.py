@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.rows import IGNORED
+from overland.data.batch import IGNORED
 
 Ids = npt.NDArray[np.int64]
 Span = tuple[int, int, int]

@@ -19,12 +19,11 @@ from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
-from overland.data.batch import digests
+from overland.data.batch import digests, load_batch
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import source_changes
 from overland.data.ledger import Fed, FedSteps, read_ledger
-from overland.data.loader import load_batch
 from overland.data.mixture import MixedWindows
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, planned_data
