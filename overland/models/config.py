@@ -23,35 +23,46 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from overland.errors import ModelError
-from overland.models import sizes
 from overland.models.hf_config import (
     FAMILIES,
     FULL,
     LAYERNORM,
-    MOST,
+    OPTIONS,
     PLAIN,
     RMSNORM,
     SIZES,
     SLIDING,
     Family,
     RopeConfig,
-    check_type,
     contents_of,
     keys_of,
-    refuse_unknown,
-    rope_from_hf,
+    values_of,
+    window_as_hf,
 )
+from overland.models.structure import Activations, PassShape, Role, Structure
 from overland.words import did_you_mean
 
-if TYPE_CHECKING:
-    from overland.models.structure import Structure
+# Tokens whose logits exist at a time (see loss.py): if they are converted to float32 in memory, and
+# if a kernel does everything in place.
+CHUNK_TOKENS = 2048
+KERNEL_CHUNK_TOKENS = 8192
 
-
-OPTIONS: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "norm_type": RMSNORM}
-"""What the config.json of some families may choose, with the usual value."""
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+ROLES = {
+    "model.embed_tokens": Role.VOCABULARY,
+    "self_attn.q_proj": Role.COLUMN,
+    "self_attn.k_proj": Role.COLUMN,
+    "self_attn.v_proj": Role.COLUMN,
+    "self_attn.o_proj": Role.ROW,
+    "mlp.gate_proj": Role.COLUMN,
+    "mlp.up_proj": Role.COLUMN,
+    "mlp.down_proj": Role.ROW,
+    "lm_head": Role.VOCABULARY,
+}
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ class DecoderConfig:
         if family.window == "all":
             hf["sliding_window"] = self.window_of(0)
         if family.window == "layers":
-            hf |= _window_as_hf(self)
+            hf |= window_as_hf(self.sliding_window, self.layer_types, self.num_hidden_layers)
         scaling = {key: value for key, value in asdict(self.rope).items() if value is not None}
         hf["rope_parameters"] = dict(scaling)
         hf["rope_theta"] = scaling.pop("rope_theta")
@@ -151,15 +162,58 @@ class DecoderConfig:
         # A user's subclass keeps its type and its own fields.
         return replace(self, **{f.name: getattr(changed, f.name) for f in fields(DecoderConfig)})
 
+    def matrices(self) -> dict[str, tuple[int, int, bool]]:
+        """Returns the linear layers of a block: outputs, inputs, and whether there is a bias."""
+        width, inner = self.hidden_size, self.intermediate_size
+        q_width = self.num_attention_heads * self.head_dim
+        kv_width = self.num_key_value_heads * self.head_dim
+        qkv_bias = self.family.qkv_bias or self.attention_bias
+        return {
+            "self_attn.q_proj": (q_width, width, qkv_bias),
+            "self_attn.k_proj": (kv_width, width, qkv_bias),
+            "self_attn.v_proj": (kv_width, width, qkv_bias),
+            "self_attn.o_proj": (width, q_width, self.attention_bias),
+            "mlp.gate_proj": (inner, width, self.mlp_bias),
+            "mlp.up_proj": (inner, width, self.mlp_bias),
+            "mlp.down_proj": (width, inner, self.mlp_bias),
+        }
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of every parameter by its Hugging Face name; a tied lm_head is not
-        listed."""
-        return sizes.parameter_shapes(self)
+        """Returns the shape of every parameter by its Hugging Face name, in the order of the
+        forward pass; a tied lm_head is not listed again."""
+        vocab, width = self.vocab_size, self.hidden_size
+        layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (width,)}
+        for name, (rows, columns, has_bias) in self.matrices().items():
+            layer[f"{name}.weight"] = (rows, columns)
+            if has_bias:
+                layer[f"{name}.bias"] = (rows,)
+        if self.qk_norm:
+            layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (self.head_dim,)
+        layer["post_attention_layernorm.weight"] = (width,)
+        layers = {
+            f"model.layers.{number}.{name}": shape
+            for number in range(self.num_hidden_layers)
+            for name, shape in layer.items()
+        }
+        head = {} if self.tie_word_embeddings else {HEAD: (vocab, width)}
+        return {EMBEDDING: (vocab, width), **layers, "model.norm.weight": (width,), **head}
 
     def structure(self) -> Structure:
         """Returns the structure of the model. A subclass has its own `build`, which may change the
         blocks."""
-        return sizes.decoder_structure(self, plain=type(self) is DecoderConfig)
+        is_plain = type(self) is DecoderConfig
+        return Structure(
+            blocks=("model.layers",),
+            first_stage=("model.embed_tokens",),
+            last_stage=("model.norm", "lm_head"),
+            ties={HEAD: EMBEDDING} if self.tie_word_embeddings else {},
+            between=lambda tokens: (tokens, self.hidden_size),
+            roles=ROLES,
+            compiled=("model.norm",),
+            random=not is_plain,
+            # Masks of windows are built in every pass, and have not been tested with CUDA graphs.
+            recordable=is_plain and self.sliding_window is None,
+        )
 
     def attention_flops(self, seq_len: int, causal: bool) -> float:
         """Returns the training FLOP per token of attention itself; `causal` counts only visible
@@ -168,9 +222,57 @@ class DecoderConfig:
         keys = sum(_mean_visible_keys(seq_len, window) if causal else seq_len for window in windows)
         return 12 * self.num_attention_heads * self.head_dim * keys
 
-    def activations(self, one: sizes.PassShape) -> sizes.Activations:
+    def activations(self, one: PassShape) -> Activations:
         """Returns the memory that a pass takes in addition to parameters and gradients."""
-        return sizes.decoder_activations(self, one)
+        size, tp, tokens = one.size, one.tp, one.tokens
+        matrix = self.vocab_size * self.hidden_size / tp
+        hidden = tokens * self.hidden_size * size / tp
+        kept = self._kept_per_token(one)
+        whole = self._kept_per_token(replace(one, recompute="none"))
+        trained = matrix if one.trains_head else 0.0
+        vocab = self.vocab_size / tp
+        chunk = min(tokens, CHUNK_TOKENS) * vocab
+        # Logits, and the gradient of the output matrix, accumulated in float32.
+        loss = chunk * (size + 8) + 4 * trained
+        if tp > 1:  # The rows are gathered, and their gradient is wide until it is summed.
+            before = 4 * trained if tokens > CHUNK_TOKENS else 0.0
+            loss = max(chunk * (size + 4) + before, chunk * size + 4 * trained)
+            loss += tokens * self.hidden_size * (size + 4)
+        elif one.kernels:
+            loss = min(tokens, KERNEL_CHUNK_TOKENS) * vocab * size + 4 * trained
+        return Activations(
+            kept=tokens * kept,
+            # Gradients of gate, up and their product; what is recomputed.
+            block=tokens * (3 * size * self.intermediate_size / tp + whole - kept) + 2 * hidden,
+            # The last norm's input and output, and the gradient of the latter.
+            head=loss + 3 * hidden,
+        )
+
+    def _kept_per_token(self, one: PassShape) -> float:
+        """Returns the bytes per token and block that are kept for its backward pass."""
+        size, tp = one.size, one.tp
+        width, inner = self.hidden_size, self.intermediate_size / tp
+        q = self.num_attention_heads * self.head_dim / tp
+        kv = self.num_key_value_heads * self.head_dim / tp
+        if one.recompute == "full":
+            return size * width / tp
+        # Queries, keys, values, the output, and a number per head; gate and up.
+        outputs = size * (2 * q + 2 * kv * one.cp + 2 * inner)
+        outputs += 4 * self.num_attention_heads / tp
+        residuals = size * 2 * width / tp
+        if one.recompute == "selective":
+            return outputs + residuals + (0 if one.compiled else size * width / tp)
+
+        if not one.float8:  # both norms' outputs, and silu(gate) · up
+            inputs = size * (2 * width + inner)
+        else:  # in 8 bits, attention's output as well; uncompiled, each product casts separately
+            inputs = (2 if one.compiled else 5) * width + inner + q
+        if self.qk_norm:
+            outputs += size * (q + kv)
+        if not one.compiled:  # norms keep a float32 and a rounded input; silu(gate) is also kept
+            residuals = 2 * (4 + size) * width / tp
+            outputs += size * inner
+        return outputs + residuals + inputs
 
     @property
     def family(self) -> Family:
@@ -179,14 +281,6 @@ class DecoderConfig:
     @property
     def qk_norm(self) -> bool:
         return self.family.qk_norm
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.family.qkv_bias or self.attention_bias
-
-    @property
-    def o_proj_bias(self) -> bool:
-        return self.attention_bias
 
     def window_of(self, layer: int) -> int | None:
         """Returns the sliding window of a layer; None if it sees everything before it."""
@@ -215,16 +309,7 @@ def _mean_visible_keys(seq_len: int, window: int | None) -> float:
 
 
 def _check_sizes(config: DecoderConfig) -> None:
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-    ):
+    for name in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(f"{name} must be a positive whole number, got {value!r}")
@@ -285,77 +370,10 @@ def _check_switches(config: DecoderConfig) -> None:
 
 def _from_dict(hf: dict[str, Any], where: str) -> DecoderConfig:
     try:
-        return _described(hf, where)
+        values = values_of(hf, where, DecoderConfig)
+        try:
+            return DecoderConfig(**values)
+        except ModelError as error:
+            raise ModelError(f"{where}: {error}") from None
     except (TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelError(f"{where} is not a valid config.json: {error}") from None
-
-
-def _described(hf: dict[str, Any], where: str) -> DecoderConfig:
-    model_type = hf.get("model_type")
-    if model_type is None:
-        raise ModelError(f"{where} has no model_type; known: {', '.join(FAMILIES)}")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ModelError(
-            f"{where}: model_type '{model_type}' is not supported; known: {', '.join(FAMILIES)}; "
-            "docs/extending.md explains how to add a model of your own"
-        )
-    refuse_unknown(hf, model_type, where)
-    for name in SIZES:
-        if hf.get(name) is None:
-            raise ModelError(f"{where} has no {name}")
-        check_type(DecoderConfig, name, hf[name], where)
-        if hf[name] > MOST.get(name, 2**31):
-            raise ModelError(f"{where}: {name} = {hf[name]} is unreasonably large")
-
-    family = FAMILIES[model_type]
-    values: dict[str, Any] = {"model_type": model_type}
-    for name in (*SIZES, *PLAIN, *OPTIONS, "head_dim"):
-        value = hf.get(name, family.defaults.get(name))
-        if value is not None:
-            values[name] = tuple(value) if isinstance(value, list) else value
-            check_type(DecoderConfig, name, values[name], where)
-    if family.window == "all":
-        values["sliding_window"] = hf.get("sliding_window", family.defaults.get("sliding_window"))
-        check_type(DecoderConfig, "sliding_window", values["sliding_window"], where)
-    if family.window == "layers":
-        values |= _window_from_hf(hf)
-    try:
-        values["rope"] = rope_from_hf(hf, values)
-        return DecoderConfig(**values)
-    except ModelError as error:
-        raise ModelError(f"{where}: {error}") from None
-
-
-def _window_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
-    """Reads Qwen's keys: there is a window only if use_sliding_window is true, and then in layers
-    >= max_window_layers."""
-    given = hf.get("layer_types")
-    if not hf.get("use_sliding_window", False):
-        # Refused below if it has a sliding layer, harmless if all are full.
-        return {"layer_types": tuple(given or ()) if SLIDING in (given or ()) else ()}
-    window, first = hf.get("sliding_window", 4096), hf.get("max_window_layers", 28)
-    types = given or [
-        SLIDING if window is not None and layer >= first else FULL
-        for layer in range(hf["num_hidden_layers"])
-    ]
-    if set(types) == {FULL}:
-        return {}
-    return {
-        "sliding_window": window,
-        "layer_types": () if set(types) == {SLIDING} else tuple(types),
-    }
-
-
-def _window_as_hf(config: DecoderConfig) -> dict[str, Any]:
-    if config.sliding_window is None:
-        return {
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "max_window_layers": config.num_hidden_layers,
-        }
-    window = {"use_sliding_window": True, "sliding_window": config.sliding_window}
-    if not config.layer_types:
-        return window | {"max_window_layers": 0}
-    # Early transformers 4 supported only "from this layer on"; the list is exact.
-    first = config.layer_types.index(SLIDING) if SLIDING in config.layer_types else 0
-    return window | {"max_window_layers": first, "layer_types": list(config.layer_types)}

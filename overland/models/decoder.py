@@ -155,13 +155,11 @@ class Layer(nn.Module):
 class SelfAttention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        width, self.head_dim = config.hidden_size, config.head_dim
-        q_width = config.num_attention_heads * self.head_dim
-        kv_width = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(width, q_width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(width, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(width, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_width, width, bias=config.o_proj_bias)
+        self.head_dim = config.head_dim
+        self.q_proj = build_linear(config, "self_attn.q_proj")
+        self.k_proj = build_linear(config, "self_attn.k_proj")
+        self.v_proj = build_linear(config, "self_attn.v_proj")
+        self.o_proj = build_linear(config, "self_attn.o_proj")
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.core = Attention()
@@ -182,13 +180,17 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        width, mlp_width = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, mlp_width, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(width, mlp_width, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(mlp_width, width, bias=config.mlp_bias)
+        self.gate_proj = build_linear(config, "mlp.gate_proj")
+        self.up_proj = build_linear(config, "mlp.up_proj")
+        self.down_proj = build_linear(config, "mlp.down_proj")
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+
+
+def build_linear(config: DecoderConfig, path: str) -> nn.Linear:
+    outputs, inputs, has_bias = config.matrices()[path]
+    return nn.Linear(inputs, outputs, has_bias)
 
 
 def build_norm(config: DecoderConfig) -> nn.Module:

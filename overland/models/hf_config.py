@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ PLAIN = (
     "eos_token_id",
     "pad_token_id",
 )
+
+OPTIONS: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "norm_type": RMSNORM}
+"""What the config.json of some families may choose, with the usual value."""
 
 # Layers are built one by one, so an absurd number would take hours and all memory.
 MOST = {"num_hidden_layers": 100_000}
@@ -90,6 +93,80 @@ FAMILIES: dict[str, Family] = {
         window="layers",
     ),
 }
+
+
+def values_of(hf: dict[str, Any], where: str, owner: type) -> dict[str, Any]:
+    """Returns the fields of `owner`, the class of a decoder's config, that a config.json gives."""
+    model_type = hf.get("model_type")
+    if model_type is None:
+        raise ModelError(f"{where} has no model_type; known: {', '.join(FAMILIES)}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ModelError(
+            f"{where}: model_type '{model_type}' is not supported; known: {', '.join(FAMILIES)}; "
+            "docs/extending.md explains how to add a model of your own"
+        )
+    refuse_unknown(hf, model_type, where)
+    for name in SIZES:
+        if hf.get(name) is None:
+            raise ModelError(f"{where} has no {name}")
+        check_type(owner, name, hf[name], where)
+        if hf[name] > MOST.get(name, 2**31):
+            raise ModelError(f"{where}: {name} = {hf[name]} is unreasonably large")
+
+    family = FAMILIES[model_type]
+    values: dict[str, Any] = {"model_type": model_type}
+    for name in (*SIZES, *PLAIN, *OPTIONS, "head_dim"):
+        value = hf.get(name, family.defaults.get(name))
+        if value is not None:
+            values[name] = tuple(value) if isinstance(value, list) else value
+            check_type(owner, name, values[name], where)
+    if family.window == "all":
+        values["sliding_window"] = hf.get("sliding_window", family.defaults.get("sliding_window"))
+        check_type(owner, "sliding_window", values["sliding_window"], where)
+    if family.window == "layers":
+        values |= _window_from_hf(hf)
+    try:
+        values["rope"] = rope_from_hf(hf, values)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from None
+    return values
+
+
+def _window_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
+    """Reads Qwen's keys: there is a window only if use_sliding_window is true, and then in layers
+    >= max_window_layers."""
+    given = hf.get("layer_types")
+    if not hf.get("use_sliding_window", False):
+        # Refused below if it has a sliding layer, harmless if all are full.
+        return {"layer_types": tuple(given or ()) if SLIDING in (given or ()) else ()}
+    window, first = hf.get("sliding_window", 4096), hf.get("max_window_layers", 28)
+    types = given or [
+        SLIDING if window is not None and layer >= first else FULL
+        for layer in range(hf["num_hidden_layers"])
+    ]
+    if set(types) == {FULL}:
+        return {}
+    return {
+        "sliding_window": window,
+        "layer_types": () if set(types) == {SLIDING} else tuple(types),
+    }
+
+
+def window_as_hf(
+    sliding_window: int | None, layer_types: Sequence[str], num_hidden_layers: int
+) -> dict[str, Any]:
+    if sliding_window is None:
+        return {
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": num_hidden_layers,
+        }
+    window = {"use_sliding_window": True, "sliding_window": sliding_window}
+    if not layer_types:
+        return window | {"max_window_layers": 0}
+    # Early transformers 4 supported only "from this layer on"; the list is exact.
+    first = layer_types.index(SLIDING) if SLIDING in layer_types else 0
+    return window | {"max_window_layers": first, "layer_types": list(layer_types)}
 
 
 def contents_of(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:

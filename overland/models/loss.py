@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from overland.kernels import triton_takes
 from overland.kernels.cross_entropy import cross_entropy_
 from overland.kernels.gradients import scaled
-from overland.models.sizes import CHUNK_TOKENS, KERNEL_CHUNK_TOKENS
+from overland.models.config import CHUNK_TOKENS, KERNEL_CHUNK_TOKENS
 
 IGNORED = -100
 

@@ -83,6 +83,32 @@ class Structure:
     """Whether a pass never waits for the device, so that it can be recorded as a CUDA graph."""
 
 
+@dataclass(frozen=True)
+class PassShape:
+    """One micro-batch on one device, and how it is computed."""
+
+    tokens: int
+    size: int  # bytes of a number
+    tp: int = 1
+    cp: int = 1
+    recompute: str = "none"  # or selective (by operator), or full
+    compiled: bool = False
+    float8: bool = False
+    kernels: bool = True  # our own kernels are used, as on NVIDIA GPUs
+    trains_head: bool = True
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Memory of activations: bytes on one device. A config with a method `activations(PassShape)`
+    lets a run choose how much to recompute so that it fits the device; for any other model there is
+    no estimate, and nothing is recomputed unless configured."""
+
+    kept: float  # by one block, from its forward to its backward pass
+    block: float  # temporaries of the backward pass of one block
+    head: float  # temporaries of the modules after the blocks, and the output matrix's gradient
+
+
 def structure_of(model: nn.Module) -> Structure:
     """Returns the model's own description; an empty one if it does not describe itself."""
     describe = getattr(model, "structure", None) or Structure

@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from overland.kernels.gradients import scaled
+from overland.models.config import CHUNK_TOKENS
 from overland.models.decoder import Head, HeadLoss
 from overland.models.linear import AddedMatrix, ChangedLinear
 from overland.models.loss import IGNORED, OutputMatrix, TokenLosses, add_product, places_of
-from overland.models.sizes import CHUNK_TOKENS
 from overland.models.structure import Role
 from overland.parallel.comm import gather, gather_with_gradient, sum_and_scatter
 

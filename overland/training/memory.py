@@ -26,6 +26,7 @@ from typing import Any
 
 from overland.config.derived import STAGES_PER_RANK, Degrees, rows_per_step
 from overland.config.schema import JobConfig
+from overland.models.config import EMBEDDING, HEAD
 from overland.models.flops import (
     Shapes,
     count_parameters,
@@ -33,7 +34,7 @@ from overland.models.flops import (
     stage_costs,
     trained_parameters,
 )
-from overland.models.sizes import EMBEDDING, HEAD, NF4_BYTES, Activations, PassShape
+from overland.models.structure import Activations, PassShape
 from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
 
@@ -41,6 +42,7 @@ RECOMPUTE = ("none", "selective", "full")  # from the fastest to the one that ne
 # The rest is for the driver, libraries and the allocator: an 8B step estimated at 91 % of an H200
 # runs there.
 USABLE = 0.94
+NF4_BYTES = 1 / 2 + 2 / 64  # of a weight in 4 bits, with its share of a scale (kernels/nf4.py)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def step_memory(
     compiled: bool,
     kernels: bool = True,
 ) -> StepMemory:
-    """Estimates a step of a model whose config has `activations` (see models/sizes.py).
+    """Estimates a step of a model whose config has `activations` (see models/structure.py).
     `recompute` is one of RECOMPUTE (selective: by operator); `kernels`: whether our own kernels
     are used, as on NVIDIA GPUs."""
     training = config.training

@@ -26,7 +26,7 @@ from overland.kernels.nf4 import LEVELS, pack, row_bytes, unpack
 from overland.models.lora import LoRALinear, adapt
 from overland.models.nf4 import NF4Linear, narrow
 from overland.models.registry import read_hf_config
-from overland.models.sizes import NF4_BYTES
+from overland.training.memory import NF4_BYTES
 from tests.checkpoint.test_adapters import BASE, job
 from tests.jobs import losses
 

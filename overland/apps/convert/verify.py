@@ -13,11 +13,11 @@ from overland.apps.convert.formats.merge import Merged, compare
 from overland.checkpoint.lazy import MODEL, Config, LazyCheckpoint
 from overland.config.adapter import settings_of
 from overland.errors import CheckpointError, ModelError
+from overland.models.config import EMBEDDING, HEAD
 from overland.models.flops import sample_fields
 from overland.models.init import init_buffers
 from overland.models.lora import LoRA
 from overland.models.registry import build_model, read_hf_config
-from overland.models.sizes import EMBEDDING, HEAD
 from overland.models.transform import apply_transforms
 from overland.models.weights import shapes_in_files
 

@@ -32,9 +32,8 @@ from torch.distributed.tensor.parallel import (
 from overland.config.derived import Degrees
 from overland.errors import ModelError
 from overland.models.attention import Attention, Mask, Masks, build_mask, compute_dtype
-from overland.models.config import DecoderConfig
+from overland.models.config import ROLES, DecoderConfig
 from overland.models.decoder import Decoder, Head, SelfAttention
-from overland.models.sizes import ROLES
 from overland.models.structure import find_module, inside, walk_roles
 from overland.parallel.context import ContextAttention, gather_row, pieces_of_rank
 from overland.parallel.tensor import (

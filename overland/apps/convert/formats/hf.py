@@ -34,9 +34,9 @@ from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import GENERATION, companions_in, is_ranks
 from overland.errors import CheckpointError, DataError, ModelError
+from overland.models.config import EMBEDDING, HEAD
 from overland.models.hf_config import RMSNORM
 from overland.models.registry import read_hf_config
-from overland.models.sizes import EMBEDDING, HEAD
 from overland.models.weights import INDEX, SINGLE, read_index, shapes_in_files
 from overland.plugins import plugin
 

@@ -19,8 +19,8 @@ from overland.apps.convert.formats.peft import Adapter, adapters_in, require_ada
 from overland.checkpoint.lazy import MODEL, Lazy, LazyCheckpoint
 from overland.config.adapter import settings_of
 from overland.errors import CheckpointError
+from overland.models.config import EMBEDDING, HEAD
 from overland.models.lora_targets import ALL_LINEAR, is_adapter, is_target
-from overland.models.sizes import EMBEDDING, HEAD
 from overland.models.sparse import MASK, masked
 
 ROWS_ELEMENTS = 1 << 22  # 16 MiB in float32

@@ -27,8 +27,8 @@ from overland.config.schema import Lora
 from overland.data.tokenizer_files import companions_in, refuse_link_out
 from overland.errors import CheckpointError
 from overland.files import new_file
+from overland.models.config import EMBEDDING, HEAD
 from overland.models.lora_targets import is_adapter, is_saved_whole, is_target, rank_and_alpha
-from overland.models.sizes import EMBEDDING, HEAD
 from overland.plugins import plugin
 
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
