@@ -14,10 +14,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from overland.kernels import float8
 from overland.kernels.adamw import Hyperparameters, UpdateState, update, update_plain
-from overland.kernels.cross_entropy import cross_entropy_, cross_entropy_plain_
+from overland.kernels.bfloat16 import join, split
 from overland.kernels.float8 import E4M3, E5M2, cast_both, cast_plain, product, scale_for
-from overland.kernels.gradients import scaled, scaled_plain, sum_of_squares, sum_of_squares_plain
-from overland.kernels.master_weights import join, split
+from overland.kernels.gradients import (
+    cross_entropy_,
+    cross_entropy_plain_,
+    scaled,
+    scaled_plain,
+    sum_of_squares,
+    sum_of_squares_plain,
+)
 from overland.kernels.triton_kernels import TUNED
 from tests.models.test_loss import chunked_cross_entropy, plain_cross_entropy
 

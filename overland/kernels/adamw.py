@@ -1,5 +1,5 @@
-"""AdamW in one pass on split master weights, a bfloat16 weight and a 16-bit remainder each (see
-master_weights.py), and on moments in bfloat16 (see stochastic_rounding.py).
+"""AdamW in one pass on split master weights, a bfloat16 weight and a 16-bit remainder each, and on
+moments in bfloat16 (see bfloat16.py).
 
 It moves 26 bytes per parameter: weight, remainder and both moments are read and written, and a
 bfloat16 gradient is read. A float32 master weight with a bfloat16 copy would take 30, and 2 more
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from overland.kernels import triton_takes
-from overland.kernels.master_weights import join, split
-from overland.kernels.stochastic_rounding import random_bits, round_stochastically
+from overland.kernels.bfloat16 import join, random_bits, round_stochastically, split
 
 PIECE = 2**23
 

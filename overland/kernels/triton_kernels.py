@@ -94,7 +94,7 @@ def _update(  # type: ignore[no-untyped-def]
         if SPLIT:
             upper = tl.load(parameter_ptr + place, mask=inside, other=0).to(tl.int32)
             remainder = tl.load(remainder_ptr + place, mask=inside, other=0).to(tl.int32)
-            is_zero = (upper & 0x7FFF) == 0  # see `join` in master_weights.py
+            is_zero = (upper & 0x7FFF) == 0  # see `join` in bfloat16.py
             remainder = tl.where(is_zero & (remainder < 0), 0, remainder)
             wide = ((upper << 16) + remainder).to(tl.float32, bitcast=True)
         else:
@@ -119,7 +119,7 @@ def _update(  # type: ignore[no-untyped-def]
             tl.store(remainder_ptr + place, remainder.to(tl.int16), mask=inside)
         else:
             tl.store(parameter_ptr + place, wide, mask=inside)
-        if NARROW:  # the same random bits as in stochastic_rounding.py
+        if NARROW:  # the same random bits as in bfloat16.py
             count = tl.load(numbers_ptr + 4).to(tl.uint32)
             key = _mix(count * 0x9E3779B9 + number.to(tl.uint32))
             chance = _mix(place.to(tl.uint32) ^ key)

@@ -4,6 +4,7 @@ transforms, in the parameters' dtype, and with what is not trained frozen."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import nn
 
 from overland.config.schema import JobConfig
 from overland.errors import ModelError
+from overland.models.decoder import Decoder
+from overland.models.draws import EmbeddingNoise
 from overland.models.float8 import Float8
 from overland.models.init import cast_floats, require_rules, require_starts
 from overland.models.lora import LoRA
-from overland.models.neftune import Neftune
 from overland.models.nf4 import NF4
 from overland.models.registry import build_model
 from overland.models.sparse import SparseWeights
@@ -57,6 +59,21 @@ def transforms_for(config: JobConfig) -> list[Transform]:
     noise = [Neftune(config.sft.neftune_alpha)] if config.sft.neftune_alpha else []
     sparse = [SparseWeights(config.model.sparse)] if config.model.sparse else []
     return [*make_transforms(config.model.transforms), *sparse, *adapters, *noise, *narrow]
+
+
+@dataclass(frozen=True)
+class Neftune(Transform):
+    """Adds noise to the embeddings of a decoder."""
+
+    alpha: float
+
+    def apply(self, model: nn.Module) -> None:
+        if not isinstance(model, Decoder):
+            raise ModelError(
+                f"sft.neftune_alpha requires a Decoder, but the model is {type(model).__name__}: "
+                "set it to 0"
+            )
+        model.model.noise = EmbeddingNoise(self.alpha)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from overland.models.attention import Attention, Mask, Masks, check_backend
 from overland.models.config import DecoderConfig
+from overland.models.draws import EmbeddingNoise
 from overland.models.hf_config import LAYERNORM
 from overland.models.init import Rule, decoder_rule
 from overland.models.loss import OutputMatrix
@@ -28,18 +29,6 @@ class HeadLoss(Protocol):
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         """Returns the summed loss as a scalar, or as a vector followed by sums of other metrics."""
-
-
-class Noise(Protocol):
-    """Noise on embeddings (see neftune.py). Where a row is split over ranks, its plan sets both
-    attributes."""
-
-    num_shares: int
-    """Number of ranks that receive different tokens of a row."""
-    part: int
-    """Which of several equal parts of these tokens the local embedding returns."""
-
-    def __call__(self, x_BRD: Tensor, noise_BS: Tensor) -> Tensor: ...
 
 
 class Decoder(nn.Module):
@@ -113,7 +102,7 @@ class DecoderModel(nn.Module):
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         windows = dict.fromkeys(config.window_of(i) for i in layers)
         self.masks = Masks(attention, list(windows))
-        self.noise: Noise | None = None
+        self.noise: EmbeddingNoise | None = None
 
     def forward(
         self,

@@ -7,7 +7,7 @@
     token losses     -log p(label) of each token, for losses that are not weighted sums of them: the
                      backward pass computes the logits again
 
-The gradient of the logits overwrites them in memory (see kernels/cross_entropy.py), so the largest
+The gradient of the logits overwrites them in memory (see kernels/gradients.py), so the largest
 tensor is one chunk in low precision: 2.1 GB for 8192 tokens and a vocabulary of 128256. Each
 additional chunk reads and writes the gradient of the output matrix once more.
 """
@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from overland.kernels import triton_takes
-from overland.kernels.cross_entropy import cross_entropy_
-from overland.kernels.gradients import scaled
+from overland.kernels.gradients import cross_entropy_, scaled
 from overland.models.config import CHUNK_TOKENS, KERNEL_CHUNK_TOKENS
 
 IGNORED = -100

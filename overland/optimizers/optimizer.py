@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from overland.checkpoint import plan
 from overland.config import schema
 from overland.config.derived import GroupRates, group_rates
-from overland.kernels.master_weights import MasterWeights, join
+from overland.kernels.bfloat16 import MasterWeights, join
 from overland.optimizers.elementwise import AdamW
 from overland.optimizers.parameter_shard import (
     ParameterShard,

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from overland.errors import OptimizerError
-from overland.kernels.master_weights import join, split
-from overland.kernels.stochastic_rounding import random_bits, round_stochastically
+from overland.kernels.bfloat16 import join, random_bits, round_stochastically, split
 from overland.optimizers.rule import (
     LARGEST_BLOCK,
     Elementwise,

@@ -12,7 +12,7 @@ global batch.
 A single device is not sharded at all. FSDP would keep float32 parameters there and make a bfloat16
 copy of each, through the buffers of its collectives, twice a step, and return gradients in the same
 way: 42 bytes of wasted traffic per parameter and step. Instead a parameter *is* its bfloat16
-number, and the optimizer keeps the 16-bit remainder (see kernels/master_weights.py).
+number, and the optimizer keeps the 16-bit remainder (see kernels/bfloat16.py).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from overland.checkpoint.store import Store
 from overland.config.schema import Checkpoint as Settings
 from overland.errors import CheckpointError
 from overland.files import Disk, reserve
-from overland.kernels.master_weights import join, split
+from overland.kernels.bfloat16 import join, split
 from overland.run_folder import LATEST
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Transfer, read_signs

@@ -93,7 +93,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 def test_parallel_code_knows_no_transform_by_name() -> None:
     """Transforms say the roles of their matrices (models/linear.py), so a new one can be split."""
-    transforms = {"float8", "lora", "neftune", "nf4", "sparse"}
+    transforms = {"float8", "lora", "nf4", "sparse"}
     for path in (PACKAGE / "parallel").rglob("*.py"):
         names = imported_names(ast.parse(path.read_text(encoding="utf-8")), hints=True)
         assert transforms.isdisjoint(name.rpartition(".")[2] for name in names), path

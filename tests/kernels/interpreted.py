@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from overland.kernels.adamw import Hyperparameters, UpdateState, update_plain, update_triton
-from overland.kernels.cross_entropy import cross_entropy_plain_
+from overland.kernels.bfloat16 import join, split
 from overland.kernels.float8 import E4M3, E5M2, cast_plain
-from overland.kernels.gradients import scaled_plain, sum_of_squares_plain
-from overland.kernels.master_weights import join, split
+from overland.kernels.gradients import cross_entropy_plain_, scaled_plain, sum_of_squares_plain
 from overland.kernels.nf4 import BLOCK, LEVELS, pack, unpack_plain
 from overland.kernels.triton_kernels import (
     PIECE,

@@ -7,7 +7,7 @@ import torch
 
 from overland.kernels import adamw
 from overland.kernels.adamw import Hyperparameters, UpdateState, update
-from overland.kernels.master_weights import join, split
+from overland.kernels.bfloat16 import join, split
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

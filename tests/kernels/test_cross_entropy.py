@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overland.kernels.cross_entropy import cross_entropy_
+from overland.kernels.gradients import cross_entropy_
 
 
 @pytest.mark.parametrize(

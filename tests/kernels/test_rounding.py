@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overland.kernels.stochastic_rounding import random_bits, round_stochastically
+from overland.kernels.bfloat16 import random_bits, round_stochastically
 
 COUNT = torch.tensor(7.0)
 

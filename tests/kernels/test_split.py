@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from overland.kernels.master_weights import join, split
+from overland.kernels.bfloat16 import join, split
 
 
 def every_kind_of_number() -> torch.Tensor:

@@ -12,7 +12,7 @@ from overland.apps.proofs.layout import Curve, curve, difference, proof_job
 from overland.apps.proofs.pool import RankPool
 from overland.config import schema
 from overland.config.schema import JobConfig
-from overland.kernels.master_weights import MasterWeights
+from overland.kernels.bfloat16 import MasterWeights
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel import sharding as single
 from overland.world import World

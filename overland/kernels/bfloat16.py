@@ -1,12 +1,17 @@
-"""float32 master weights, each split into a bfloat16 weight and a 16-bit remainder.
+"""float32 numbers kept in bfloat16: split master weights, and stochastically rounded moments.
 
-Together they are the float32 number, bit for bit, in the same four bytes; but the bfloat16 weight
-can be used directly for computation. On one device a parameter *is* that weight
-(parallel/sharding.py), and the remainder is kept next to it for the optimizer.
+A split weight is a bfloat16 weight and a 16-bit remainder. Together they are the float32 number,
+bit for bit, in the same four bytes; but the bfloat16 weight can be used directly for computation.
+On one device a parameter *is* that weight (parallel/sharding.py), and the remainder is kept next to
+it for the optimizer. It is rounded to nearest, ties away from zero: then the remainder of every
+number fits into 16 signed bits (with ties to even, both ±2^15 would occur). NaN stays NaN, in a
+single form: rounded like other numbers, a GPU's NaN (all bits 1) would become -0.
 
-Rounding is to nearest, ties away from zero: then the remainder of every number fits into 16 signed
-bits (with ties to even, both ±2^15 would occur). NaN stays NaN, in a single form: rounded like
-other numbers, a GPU's NaN (all bits 1) would become -0.
+A moment changes by a twentieth or a thousandth per step, but bfloat16 only resolves relative
+differences of 1/256: rounded to nearest, a slow average would never change. Rounded up or down at
+random, the nearer number more likely, it stays unbiased. The random bits are a hash of a key and an
+element's position in its shard. So they need no state, and a run that is resumed in the same layout
+rounds exactly as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from torch import Tensor, nn
 
 NOT_A_NUMBER = 0x7FC00000
 HALF = 1 << 15  # half a unit in the last place of bfloat16, in units of float32
+LOW_32 = 0xFFFFFFFF
 
 
 def split(wide: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,3 +83,25 @@ class MasterWeights:
         finally:
             if was_split:
                 self.split(self.gradient_dtype)
+
+
+def random_bits(size: int, count: Tensor, number: int, first: int = 0) -> Tensor:
+    """Returns 32 random bits (in int64) for each of `size` positions from `first` on; they differ
+    for each count and number."""
+    key = _hash((count.to(torch.int64) * 0x9E3779B9 + number) & LOW_32)
+    return _hash(torch.arange(first, first + size, device=count.device) ^ key)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Hashes x: every bit of the result depends on every bit of x (the constants are
+    C. Wellons')."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW_32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & LOW_32
+    return x ^ (x >> 16)
+
+
+def round_stochastically(wide: Tensor, bits: Tensor) -> Tensor:
+    """Rounds `wide` from float32 to bfloat16, using 16 random bits for each element."""
+    bits = bits.to(torch.int32).view(wide.shape).where(wide == wide, 0)  # keeps NaN as it is
+    carried = wide.view(torch.int32) + bits
+    return (carried >> 16).to(torch.int16).view(torch.bfloat16)
