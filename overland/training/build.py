@@ -40,19 +40,17 @@ from overland.training.callbacks import (
     Timeouts,
     user_callbacks,
 )
-from overland.training.describe import describe_run
 from overland.training.epochs import with_steps
 from overland.training.fit import held_bytes, require_memory, resolve_auto
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.inner_state import InnerState, Sparsity
-from overland.training.metrics import MetricsFile
+from overland.training.records import MetricsFile, SessionFile, describe_run
 from overland.training.reference import reference_for
 from overland.training.resume import preparer_for, start_from
 from overland.training.run import Callback, Run, Screen
 from overland.training.saving import prepare_saves
 from overland.training.schedule import changed_rate
 from overland.training.separate_rows import require_separate_rows
-from overland.training.sessions import SessionFile
 from overland.training.state import set_seeds
 from overland.training.validate import about_sets
 from overland.world import World

@@ -5,8 +5,8 @@ point; a callback that only some ranks need has a factory that returns None on t
 module (`job.custom_import`) adds its own with `register_callback`.
 
 The small built-in ones are below: garbage collection, timeouts, device speed, notices of skipped
-conversations, the profiler, the cache of compiled code. Others are in metrics.py and sessions.py
-and, if they only show the run, in apps/console.
+conversations, the profiler, the cache of compiled code. Others are in records.py and, if
+they only show the run, in apps/console.
 """
 
 from __future__ import annotations

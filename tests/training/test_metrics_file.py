@@ -21,7 +21,7 @@ from overland.training.build import build_run
 from overland.training.callbacks import Callback
 from overland.training.history import History
 from overland.training.loop import train
-from overland.training.metrics import MetricsFile, drop_torn_line
+from overland.training.records import MetricsFile, drop_torn_line
 from overland.training.run import Run
 from overland.world import World
 from overland.world.heartbeat import Heartbeat
@@ -176,8 +176,7 @@ def test_a_full_disk_costs_neither_the_run_nor_its_numbers(
 
     with monkeypatch.context() as patch:
         if isinstance(metrics, MetricsFile):
-            metrics.file.close()
-            metrics.file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+            metrics.lines.path = Path("/dev/full")
         else:
             patch.setattr(RecordWriter, "flush", full)
         for step in (2, 3):
@@ -187,7 +186,7 @@ def test_a_full_disk_costs_neither_the_run_nor_its_numbers(
         metrics.on_end(run)
         assert "is missing its last 2 l" in said[1]
     if isinstance(metrics, MetricsFile):
-        metrics.file = folder.metrics.open("ab", buffering=0)
+        metrics.lines.path = folder.metrics
     metrics.on_log(run, {"step": 4, "loss": 4.0})
     metrics.on_end(run)
     assert len(said) == 2

@@ -16,8 +16,8 @@ from overland.data.batch import Batch
 from overland.errors import sentence
 from overland.files import DISK
 from overland.training.build import build_run
-from overland.training.describe import keep_tokenizer
 from overland.training.loop import train
+from overland.training.records import keep_tokenizer
 from overland.world import World
 from tests.jobs import TINY_MODEL, losses, run_job, tiny_job
 

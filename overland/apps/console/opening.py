@@ -15,7 +15,7 @@ from overland.models.flops import measure_of
 from overland.run_folder import RunFolder
 from overland.training.fit import GIB, estimate
 from overland.training.memory import can_estimate
-from overland.training.sessions import precision_of
+from overland.training.records import precision_of
 from overland.words import in_columns, number_of
 from overland.world import World
 from overland.world.devices import device_memory, device_name

@@ -9,7 +9,7 @@ from typing import Any
 
 from overland.errors import TrainingError
 from overland.training.callbacks import Callback, Record
-from overland.training.metrics import ADDED, step_of_line
+from overland.training.records import ADDED, step_of_line
 from overland.training.run import Run
 
 
