@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -117,22 +118,15 @@ class Replayed(Whole):
         return True
 
 
+@dataclass
 class Recording:
     """A recorded step and the tensors that it reads and writes."""
 
-    def __init__(
-        self,
-        again: Callable[[], None],
-        batch: Batch,
-        scale: Tensor,
-        loss: Tensor,
-        gradients: dict[nn.Parameter, Tensor],
-    ) -> None:
-        self.again = again
-        self.inputs = batch
-        self.scale = scale
-        self.loss = loss
-        self.gradients = gradients
+    again: Callable[[], None]
+    inputs: Batch
+    scale: Tensor
+    loss: Tensor
+    gradients: dict[nn.Parameter, Tensor]
 
     def replay(self, batch: Batch, scale: Tensor) -> Tensor:
         for name, place in self.inputs.fields.items():

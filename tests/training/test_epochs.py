@@ -19,7 +19,7 @@ from overland.data.ledger import read_ledger
 from overland.data.prepare import training_data
 from overland.errors import DataError
 from overland.run_folder import RunFolder
-from overland.training.epochs import with_steps
+from overland.training.build import with_steps
 from overland.world import World
 from tests.data.corpora import Numbered, make_corpus
 from tests.jobs import run_job, tiny_job

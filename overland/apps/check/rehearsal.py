@@ -69,7 +69,7 @@ from overland.optimizers.rule import Scalar
 from overland.parallel.sharding import named_buffers, named_parameters
 from overland.plugins import plugin
 from overland.run_folder import RunFolder
-from overland.training.epochs import num_steps
+from overland.training.build import num_steps
 from overland.training.resume import check_changes, choose_tensors, naming_keys, preparer_for
 from overland.training.start import (
     find_left_out,
