@@ -9,43 +9,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 
-from overland.checks import adapters, effect, files, hyperparameters, machine, model, parallelism
-from overland.checks.model import Check, with_new_tokens
+from overland.checks import effect, files, hyperparameters, machine, model, parallelism
+from overland.checks.model import with_new_tokens
 from overland.config.derived import smallest_world
 from overland.config.errors import ConfigError, Problem, ProblemKind
 from overland.config.load import Loaded, in_order, load_config
 from overland.config.schema import JobConfig
+from overland.errors import ModelError
 from overland.world import devices
 
 __all__ = ["check_config", "check_sizes", "load_checked", "require"]
 
+Check = Callable[[Loaded], Iterator[Problem]]
 SizedCheck = Callable[[Loaded, int | None], Iterator[Problem]]
 
 # custom_import comes first, so that later checks know what it registers.
 CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_custom_import, ("job.custom_import",)),
-    (model.check_model, ("model", "job.custom_import")),
-    (model.check_export, ("model", "job.custom_import", "checkpoint.last_save_in_hf")),
-    (
-        adapters.check_adapter,
-        ("model", "lora", "job.custom_import", "checkpoint.initial_load_path"),
-    ),
-    (adapters.check_saved_modules, ("model", "lora", "job.custom_import")),
-    (adapters.check_adapter_files, ("lora", "checkpoint")),
-    (adapters.check_narrow_base, ("lora", "checkpoint", "parallelism", "training.float8")),
-    (model.check_freeze, ("model", "job.custom_import")),
+    (model.check_model, ("model",)),
+    (model.check_export, ("model", "checkpoint.last_save_in_hf")),
+    (model.check_adapter, ("model", "lora", "checkpoint.initial_load_path")),
+    (model.check_saved_modules, ("model", "lora")),
+    (model.check_adapter_files, ("lora", "checkpoint")),
+    (model.check_narrow_base, ("lora", "checkpoint", "parallelism", "training.float8")),
+    (model.check_freeze, ("model",)),
     (model.check_start, ("model", "checkpoint.initial_load_path")),
     (model.check_length, ("model", "training.seq_len")),
     (model.check_transforms, ("model.transforms", "job.custom_import")),
-    (
-        model.check_sparse,
-        ("model", "lora.rank", "training.float8", "preference", "parallelism", "job.custom_import"),
-    ),
-    (
-        hyperparameters.check_objective,
-        ("model", "training", "parallelism", "validation", "job.custom_import"),
-    ),
+    (model.check_sparse, ("model", "lora.rank", "training.float8", "preference", "parallelism")),
+    (hyperparameters.check_objective, ("model", "training", "parallelism", "validation")),
     (parallelism.check_splits, ("model", "parallelism")),
     (parallelism.check_lengths, ("model", "parallelism", "training.seq_len", "validation")),
     (parallelism.check_grouping, ("data", "parallelism")),
@@ -55,18 +49,15 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (hyperparameters.check_warmup, ("lr_scheduler", "training.steps", "training.epochs")),
     (hyperparameters.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
     (hyperparameters.check_optimizer, ("optimizer", "job.custom_import")),
-    (hyperparameters.check_groups, ("optimizer.groups", "model", "lora", "job.custom_import")),
+    (hyperparameters.check_groups, ("optimizer.groups", "model", "lora")),
     (hyperparameters.check_moments, ("optimizer.bf16_moments", "training.dtype")),
     (machine.check_recompute, ("activation_checkpoint", "parallelism", "compile")),
     (machine.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
     (machine.check_compiler, ("compile",)),
     (machine.check_profiling, ("profiling",)),
-    (
-        machine.check_attention,
-        ("model", "data.document_mask", "parallelism", "training", "debug"),
-    ),
+    (machine.check_attention, ("model", "data.document_mask", "parallelism", "training", "debug")),
     (effect.check_effect, (*JobConfig.model_fields,)),
-    (files.check_paths, ("model.config", "model.hf_assets_path", "data.datasets")),
+    (files.check_paths, (*files.PLACES, "data.datasets")),
     (files.check_place, ("job.dump_folder", "checkpoint")),
     (files.check_allowed_changes, ("checkpoint.allow_changes",)),
     (files.check_saves, ("job.dump_folder", "checkpoint")),
@@ -103,8 +94,11 @@ def check_config(loaded: Loaded, world_size: int | None) -> list[Problem]:
     """
     problems: list[Problem] = []
     for check, keys in CHECKS:
-        if not _reads_dropped(loaded, keys):
-            problems += check(loaded)
+        # A model that cannot be built ends each check that reads it; `check_model` reports it.
+        reads_model = "model" in keys
+        with suppress(*((ModelError, OSError) if reads_model else ())):
+            if not _reads_dropped(loaded, (*keys, "job.custom_import") if reads_model else keys):
+                problems += check(loaded)
     return in_order(problems + check_sizes(loaded, world_size))
 
 

@@ -310,7 +310,7 @@ def check_effect(loaded: Loaded) -> Iterator[Problem]:
         in_file = value != key.default and not rule.is_switch and not _wins(loaded, rule)
         if _is_typed(loaded, name) or in_file:
             shown = NO_VALUE if key.table or key.record else value
-            yield Problem(f"has no effect: {rule.why}", loaded.where(name), name, shown)
+            yield loaded.problem(name, f"has no effect: {rule.why}", shown)
 
 
 def without_hidden(loaded: Loaded) -> Loaded:
@@ -319,8 +319,7 @@ def without_hidden(loaded: Loaded) -> Loaded:
     for rule, name, value in list(_hidden(loaded)):
         key = all_keys()[name]
         if value != key.default and not rule.is_switch and _wins(loaded, rule):
-            section = getattr(config, key.section).model_copy(update={key.attribute: key.default})
-            config = config.model_copy(update={key.section: section})
+            config = config.having({f"{key.section}.{key.attribute}": key.default})
     return replace(loaded, config=config)
 
 
@@ -329,7 +328,7 @@ def _hidden(loaded: Loaded) -> Iterator[tuple[HiddenBy, str, Any]]:
     for rule in RULES:
         for name in rule.keys if rule.hidden(loaded.config) else ():
             key = all_keys()[name]
-            value = getattr(getattr(loaded.config, key.section), key.attribute)
+            value = value_of(loaded.config, f"{key.section}.{key.attribute}")
             if value is not None:  # which is how a key is unset
                 yield rule, name, value
 

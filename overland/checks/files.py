@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from overland.config.changes import rule_of
-from overland.config.errors import ConfigError, Problem
+from overland.config.errors import NO_VALUE, ConfigError, Problem
 from overland.config.fields import all_keys
 from overland.config.load import Loaded, load_config, recipe_for, recipe_path
 from overland.config.schema import DataSource, Validation, ValidationSet
@@ -18,6 +18,7 @@ from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, METRICS, README,
 from overland.words import any_of, command, control_character, nearest_name, number_of
 
 CHOICES = ("column", "subset", "split")  # keys that select a part of a dataset
+PLACES = ("model.config", "model.hf_assets_path", "checkpoint.initial_load_path")
 RECIPE = "recipe "  # what the place of a key begins with if a packaged recipe sets it
 FETCH = re.compile(r"^\s*#.*\boverland fetch (.+?) --to ([^\s`]+)", flags=re.MULTILINE)
 # torchtitan's names for parts of C4, and the files they stand for.
@@ -29,50 +30,39 @@ NAMES_THERE = {
 
 
 def check_paths(loaded: Loaded) -> Iterator[Problem]:
-    model = loaded.config.model
-    folder = missing_from(loaded)
+    config, folder = loaded.config, missing_from(loaded)
     if folder is not None:
         recipe = recipe_for(Path(folder))
         way_out = f"`{command('overland', 'fetch', 'model', 'NAME', '--to', folder)}` fetches one"
         if recipe is not None:
             way_out = f"`{command('overland', 'train', recipe)}` creates it"
         yield _missing(loaded, "model.from", folder, way_out)
-    for key, path in (
-        ("model.config", model.config),
-        ("model.hf_assets_path", model.hf_assets_path),
-    ):
+    fetch = command("overland", "fetch", "model", "NAME")
+    for key in PLACES:
+        path = loaded.value(key)
         if path is not None and path != folder and not _exists(path):
-            yield _missing(
-                loaded, key, path, f"`{command('overland', 'fetch', 'model', 'NAME')}` fetches one"
-            )
-    for name, path in loaded.config.data.datasets.items():
+            yield _missing(loaded, key, path, f"`{fetch}` fetches one")
+    for name, path in config.data.datasets.items():
         if not _exists(path):
-            way_out = fetch_line(name, path)
-            yield _missing(loaded, f"data.datasets.{name}", path, way_out)
+            yield _missing(loaded, f"data.datasets.{name}", path, fetch_line(name, path))
 
 
 def missing_from(loaded: Loaded) -> str | None:
     """Returns the folder of `model.from`, if it is still to be fetched or trained."""
     folder = loaded.config.checkpoint.initial_load_path
-    is_from = folder is not None and loaded.is_set("model.from")
-    return folder if is_from and folder is not None and not _exists(folder) else None
+    is_missing = folder is not None and not _exists(folder)
+    return folder if is_missing and loaded.is_set("model.from") else None
 
 
 def check_checkpoints(loaded: Loaded) -> Iterator[Problem]:
     checkpoint = loaded.config.checkpoint
-    path = checkpoint.initial_load_path
-    if path is not None and not _exists(path) and missing_from(loaded) is None:
-        way_out = f"{_fetch_model()} fetches released weights"
-        yield _missing(loaded, "checkpoint.initial_load_path", path, way_out)
     if checkpoint.keep_best and not loaded.config.validation.enable:
-        key = "checkpoint.keep_best"
         message = "needs validation to find the best checkpoint; set validation.enable = true"
-        yield Problem(message, loaded.where(key), key, checkpoint.keep_best)
+        yield loaded.problem("checkpoint.keep_best", message)
     if checkpoint.resume not in ("auto", "none") and not _exists(checkpoint.resume):
-        key = "checkpoint.resume"
         near = nearest_name(checkpoint.resume, ["auto", "none"])
         message = 'expected "auto", "none" or the path of an existing checkpoint'
-        yield Problem(message, loaded.where(key), key, checkpoint.resume, near and f'"{near}"')
+        yield loaded.problem("checkpoint.resume", message, nearest=near and f'"{near}"')
 
 
 def check_allowed_changes(loaded: Loaded) -> Iterator[Problem]:
@@ -82,14 +72,14 @@ def check_allowed_changes(loaded: Loaded) -> Iterator[Problem]:
         found = ".".join(name.split(".")[:2])
         if found not in all_keys():
             near = nearest_name(name, all_keys())
-            yield Problem("no such key", loaded.where(key), key, name, near and f'"{near}"')
+            yield loaded.problem(key, "no such key", name, nearest=near and f'"{near}"')
         elif (rule := rule_of(found)) != "refused":
             message = (
                 "decides which data is read, and in which order, so it cannot change in a run"
                 if rule == "fixed"
                 else "may change without permission; remove it"
             )
-            yield Problem(message, loaded.where(key), key, name)
+            yield loaded.problem(key, message, name)
 
 
 # Keys that identify a run. Others, such as the learning rate or the number of steps, may change
@@ -106,14 +96,14 @@ def check_place(loaded: Loaded) -> Iterator[Problem]:
     config, key = loaded.config, "job.dump_folder"
     folder = config.job.dump_folder
     if not folder.strip():
-        yield Problem("is empty; name a folder for this run", loaded.where(key), key, folder)
+        yield loaded.problem(key, "is empty; name a folder for this run")
     elif config.checkpoint.resume != "none" and _has_other_readme(Path(folder)):
         message = "has a README.md of something else, which the run would overwrite; name another"
-        yield Problem(message, loaded.where(key), key, folder)
-    key, folder = "checkpoint.folder", config.checkpoint.folder
+        yield loaded.problem(key, message)
+    folder = config.checkpoint.folder
     if not folder.strip() or ".." in Path(folder).parts:
         message = "expected the name of a folder inside the run folder, or `.` for the run folder"
-        yield Problem(message, loaded.where(key), key, folder)
+        yield loaded.problem("checkpoint.folder", message)
 
 
 def check_saves(loaded: Loaded) -> Iterator[Problem]:
@@ -123,25 +113,27 @@ def check_saves(loaded: Loaded) -> Iterator[Problem]:
     settings, root = loaded.config.checkpoint, Path(loaded.config.job.dump_folder).expanduser()
     if settings.resume == "none":
         return
-    before = _checkpoint_folder(root)
-    found = sum(1 for _ in (root / before).glob(f"step_*/{COMMITTED}"))
+    before, now = _checkpoint_folder(root), root / settings.folder
+    if not (saved := _committed_in(root / before)):
+        return
+    found = number_of(len(saved), "checkpoint")
+    is_elsewhere = now.resolve() != (root / before).resolve() and not _committed_in(now)
     ways = (
         "`--resume none` starts a new run in a folder of its own, and another job.dump_folder does "
         "too"
     )
-    if not found:
-        return
     if not settings.enable:
-        key = "checkpoint.enable"
-        message = f"{root} has {number_of(found, 'checkpoint')}; true resumes; {ways}"
-        yield Problem(message, loaded.where(key), key, False)
-    elif settings.resume == "auto" and not _same_place(root / before, root / settings.folder):
-        key = "checkpoint.folder"
+        yield loaded.problem("checkpoint.enable", f"{root} has {found}; true resumes; {ways}")
+    elif settings.resume == "auto" and is_elsewhere:
         message = (
-            f"{root} has {number_of(found, 'checkpoint')} in {before}, which would not be resumed; "
-            f"set it to {before}, or move them; {ways}"
+            f"{root} has {found} in {before}, which would not be resumed; set it to {before}, or "
+            f"move them; {ways}"
         )
-        yield Problem(message, loaded.where(key), key, settings.folder)
+        yield loaded.problem("checkpoint.folder", message)
+
+
+def _committed_in(folder: Path) -> list[Path]:
+    return list(folder.glob(f"step_*/{COMMITTED}"))
 
 
 def _checkpoint_folder(run: Path) -> str:
@@ -151,10 +143,6 @@ def _checkpoint_folder(run: Path) -> str:
         return str(before.get("checkpoint", {}).get("folder", CHECKPOINTS))
     except (OSError, ValueError, AttributeError):
         return CHECKPOINTS
-
-
-def _same_place(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve() or any(other.glob(f"step_*/{COMMITTED}"))
 
 
 def _has_other_readme(folder: Path) -> bool:
@@ -178,8 +166,8 @@ def check_folder(loaded: Loaded) -> Iterator[Problem]:
         return  # from another version, for example
     for section, names in SAME_RUN.items():
         for name in names:
-            old = getattr(getattr(earlier, section), name, None)
-            new = getattr(getattr(config, section), name, None)
+            old = getattr(getattr(earlier, section), name)
+            new = getattr(getattr(config, section), name)
             if name == "dataset" and config.training.dataset_path is not None:
                 continue  # which names the data instead
             if old != new:
@@ -188,7 +176,7 @@ def check_folder(loaded: Loaded) -> Iterator[Problem]:
                     f"none` to start a new run next to it, or set {key} to another folder, or to "
                     f"this one to continue that run with the change"
                 )
-                yield Problem(message, loaded.where(key), key, config.job.dump_folder)
+                yield loaded.problem(key, message)
                 return
 
 
@@ -199,13 +187,12 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
         yield from _source(loaded, f"data.sources.{name}", name, source)
     if sources:
         for name in ("dataset_path", *CHOICES):
-            if (value := getattr(training, name)) is not None:
-                key = f"training.{name}"
+            if getattr(training, name) is not None:
                 message = "conflicts with [data.sources], which list all data; remove one of them"
-                yield Problem(message, loaded.where(key), key, value)
+                yield loaded.problem(f"training.{name}", message)
         if not any(source.weight for source in sources.values()):
             message = "all weights are 0, so nothing would be read"
-            yield Problem(message, loaded.where("data.sources"), "data.sources")
+            yield loaded.problem("data.sources", message, NO_VALUE)
         return
     if training.dataset_path is None:
         yield from _dataset(loaded, "training.dataset", training.dataset)
@@ -239,9 +226,8 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
             yield _missing(loaded, "validation.dataset_path", validation.dataset_path)
         return
     if validation.dataset == [] and not validation.sets:
-        key = "validation.dataset"
         message = "is empty; name a set to validate on, or set validation.enable = false"
-        yield Problem(message, loaded.where(key), key, validation.dataset)
+        yield loaded.problem("validation.dataset", message)
         return
     from overland.data.leakage import foreign_validation
     from overland.data.wanted import held_out_sources
@@ -256,9 +242,8 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
 def _read_at_all(loaded: Loaded, table: str, one: Validation | ValidationSet) -> Iterator[Problem]:
     for name, value in (("sequences", one.sequences), ("steps", one.steps)):
         if value == 0:
-            key = f"{table}.{name}"
             message = "expected -1 (the whole set) or a positive whole number"
-            yield Problem(message, loaded.where(key), key, value)
+            yield loaded.problem(f"{table}.{name}", message, value)
 
 
 def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
@@ -266,20 +251,19 @@ def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
         key = f"validation.sets.{name}"
         if not name.strip() or "/" in name or control_character(name):
             message = "expected a name without /, since the metrics of the set are named after it"
-            yield Problem(message, loaded.where(key), key)
+            yield loaded.problem(key, message, NO_VALUE)
         yield from _source(loaded, key, name, one)
         yield from _read_at_all(loaded, key, one)
         if one.sequences is not None and one.steps is not None:
             message = f"{key}.steps is set too: remove one of them"
-            where = loaded.where(f"{key}.sequences")
-            yield Problem(message, where, f"{key}.sequences", one.sequences)
-        training, key = loaded.config.training, f"{key}.freq"
+            yield loaded.problem(f"{key}.sequences", message, one.sequences)
+        training = loaded.config.training
         if one.freq is not None and training.epochs is None and one.freq > training.steps:
             message = (
                 f"is more than the {training.steps:,} steps of training.steps, so the set is "
                 "validated on only after the last step"
             )
-            yield Problem(message, loaded.where(key), key, one.freq, kind="note")
+            yield loaded.problem(f"{key}.freq", message, one.freq, "note")
 
 
 def _source(
@@ -288,7 +272,7 @@ def _source(
     """Checks that a source or a validation set is in one place, which exists."""
     if one.path is not None and one.dataset is not None:
         message = "expected either a path or a named dataset, not both"
-        yield Problem(message, loaded.where(f"{key}.dataset"), f"{key}.dataset", one.dataset)
+        yield loaded.problem(f"{key}.dataset", message, one.dataset)
     if one.path is not None and not _is_data(one.path):
         yield _missing(loaded, f"{key}.path", one.path, subset=one.subset)
     elif one.path is None:
@@ -307,12 +291,12 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
     if not is_path and _exists(f"{data.folder}/{name}"):
         return
     if is_path or _is_data(name):
-        yield Problem(f"this is a path, not a name; set {path_key} to it instead", where, key, name)
+        yield loaded.problem(key, f"this is a path, not a name; set {path_key} to it instead", name)
         return
     near = nearest_name(name, [*built_in, *data.datasets], cutoff=0.8)
     if near:
         names = any_of([*built_in, *data.datasets, f"a folder in {data.folder}"])
-        yield Problem(f"no such dataset; expected {names}", where, key, name, f'"{near}"')
+        yield loaded.problem(key, f"no such dataset; expected {names}", name, nearest=f'"{near}"')
         return
     folder = f"{data.folder}/{name}"
     way_out = _commented_fetch(where, folder) or fetch_line(name, folder)
@@ -321,10 +305,6 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
         f"data.datasets.{name} or {path_key} to a folder"
     )
     yield Problem(message, where, key, name, kind="missing", can_be_fetched=True)
-
-
-def _fetch_model() -> str:
-    return f"`{command('overland', 'fetch', 'model', 'NAME')}`"
 
 
 def fetch_line(name: str, path: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from overland.checks.files import C4
-from overland.checks.model import nearest_parameters, needs_model, parameter_names
-from overland.config.errors import Problem, ProblemKind
+from overland.checks.model import nearest_parameters, parameter_names
+from overland.config.errors import NO_VALUE, Problem, ProblemKind
 from overland.config.fields import all_keys
 from overland.config.load import Loaded
 from overland.config.schema import IN_PLACE_OF, DataSource, Optimizer
@@ -24,7 +24,6 @@ from overland.words import any_of, number_of
 
 ADAMW_KEYS = ("beta1", "beta2", "eps", "bf16_moments")
 WARMUP = "lr_scheduler.warmup_steps"
-EPOCHS = "training.epochs"
 
 
 def check_optimizer(loaded: Loaded) -> Iterator[Problem]:
@@ -34,30 +33,26 @@ def check_optimizer(loaded: Loaded) -> Iterator[Problem]:
     except OptimizerError as error:
         known = settings.name in optimizer_names()
         key = "options" if known and settings.options else "name"
-        key, value = f"optimizer.{key}", getattr(settings, key)
-        yield Problem(str(error), loaded.where(key), key, value)
+        yield loaded.problem(f"optimizer.{key}", str(error))
         return
     if any(isinstance(rule, AdamW) for rule in rules):
         return
     for name in ADAMW_KEYS:  # a run folder's config sets all of them
-        value = getattr(settings, name)
-        if value != Optimizer.model_fields[name].default:
-            key = f"optimizer.{name}"
+        if getattr(settings, name) != Optimizer.model_fields[name].default:
             message = f"is an option of AdamW; {settings.name} takes its own in [optimizer.options]"
-            yield Problem(message, loaded.where(key), key, value)
+            yield loaded.problem(f"optimizer.{name}", message)
 
 
 def check_moments(loaded: Loaded) -> Iterator[Problem]:
-    key, dtype = "optimizer.bf16_moments", loaded.config.training.dtype
+    dtype = loaded.config.training.dtype
     if loaded.config.optimizer.bf16_moments and dtype != "float32":
         message = f"needs training.dtype = float32, not {dtype}"
-        yield Problem(message, loaded.where(key), key, True)
+        yield loaded.problem("optimizer.bf16_moments", message)
 
 
-@needs_model
 def check_groups(loaded: Loaded) -> Iterator[Problem]:
     """Checks that every pattern matches a parameter, and not only parameters of earlier groups."""
-    key, groups = "optimizer.groups", loaded.config.optimizer.groups
+    groups = loaded.config.optimizer.groups
     section, lora = loaded.config.model, loaded.config.lora
     if not groups:
         return
@@ -69,19 +64,19 @@ def check_groups(loaded: Loaded) -> Iterator[Problem]:
     left = set(names)
     for group in groups:
         matched = {name for name in names if fnmatchcase(name, group.pattern)}
+        message = ""
         if not matched:
             near = nearest_parameters(group.pattern, names)
-            message = f"'{group.pattern}' matches no parameter; the nearest names are {near}"
-            yield Problem(message, loaded.where(key), key)
+            message = f"matches no parameter; the nearest names are {near}"
         elif all(any(fnmatchcase(name, one) for one in section.freeze) for name in matched):
-            message = f"'{group.pattern}' matches only parameters that model.freeze freezes"
-            yield Problem(message, loaded.where(key), key)
+            message = "matches only parameters that model.freeze freezes"
         elif not matched & left:
             message = (
-                f"'{group.pattern}' matches only parameters of earlier groups, and the first match "
-                "counts; put the narrower pattern first"
+                "matches only parameters of earlier groups, and the first match counts; put the "
+                "narrower pattern first"
             )
-            yield Problem(message, loaded.where(key), key)
+        if message:
+            yield loaded.problem("optimizer.groups", f"'{group.pattern}' {message}", NO_VALUE)
         left -= matched
 
 
@@ -100,7 +95,7 @@ def check_units(loaded: Loaded) -> Iterator[Problem]:
         kind: ProblemKind = "invalid"
         if name == "dataset_path" and isinstance(also, str) and also in C4:
             message, kind = f"the name in {other} has no effect", "note"
-        yield Problem(message, loaded.where(key), key, value, kind=kind)
+        yield loaded.problem(key, message, kind=kind)
 
 
 def _is_random_tokens(loaded: Loaded, name: str, source: DataSource) -> bool:
@@ -115,8 +110,8 @@ def _is_random_tokens(loaded: Loaded, name: str, source: DataSource) -> bool:
 def check_epochs(loaded: Loaded) -> Iterator[Problem]:
     """Refuses epochs without a single, finite source."""
     config = loaded.config
-    epochs, sources = config.training.epochs, sources_of(config)
-    if epochs is None:
+    sources, message = sources_of(config), ""
+    if config.training.epochs is None:
         return
     names = [name for name, source in sources.items() if source.weight]
     if len(names) > 1:
@@ -125,9 +120,8 @@ def check_epochs(loaded: Loaded) -> Iterator[Problem]:
         message = 'with data.mixture = "documents", an epoch has no end; set it to "sequences"'
     elif any(_is_random_tokens(loaded, name, sources[name]) for name in names):
         message = "random tokens are endless and have no epochs; set training.steps"
-    else:
-        return
-    yield Problem(message, loaded.where(EPOCHS), EPOCHS, epochs)
+    if message:
+        yield loaded.problem("training.epochs", message)
 
 
 def check_warmup(loaded: Loaded) -> Iterator[Problem]:
@@ -143,39 +137,36 @@ def check_warmup(loaded: Loaded) -> Iterator[Problem]:
         default = "" if loaded.is_set(WARMUP) else ", the default,"
         message = f"the warm-up{default} is longer than the schedule ({spans} = {total}), so the "
         message += "learning rate does not reach optimizer.lr"
-        yield Problem(message, loaded.where(WARMUP), WARMUP, warmup, kind="note")
+        yield loaded.problem(WARMUP, message, warmup, "note")
     elif warmup + decay > total:
-        key = "lr_scheduler.decay_ratio"
         message = (
             f"{number_of(warmup, 'step')} of warm-up and {decay:,} of decay are more than "
             f"{spans} = {total}"
         )
-        yield Problem(message, loaded.where(key), key, schedule.decay_ratio, kind="note")
+        yield loaded.problem("lr_scheduler.decay_ratio", message, kind="note")
 
 
 def check_lowest_rate(loaded: Loaded) -> Iterator[Problem]:
     lowest, peak = loaded.config.lr_scheduler.min_lr, loaded.config.optimizer.lr
     if lowest is not None and lowest > peak:
-        key = "lr_scheduler.min_lr"
         message = f"expected at most the peak learning rate (optimizer.lr = {peak:g})"
-        yield Problem(message, loaded.where(key), key, lowest)
+        yield loaded.problem("lr_scheduler.min_lr", message)
 
 
 def check_sft(loaded: Loaded) -> Iterator[Problem]:
     """Checks that packing suits conversations, and what is done to long ones."""
-    sft, data, key = loaded.config.sft, loaded.config.data, "sft.too_long"
+    sft, data = loaded.config.sft, loaded.config.data
     if sft.shape == "off":
         return
     if sft.too_long == "split" and data.packing == "trunc":
         message = 'data.packing = "trunc" drops what does not fit; set it to "best_fit"'
-        yield Problem(message, loaded.where(key), key, sft.too_long)
+        yield loaded.problem("sft.too_long", message)
     if data.packing == "pack":
         message = (
             "cuts conversations wherever a sequence ends, and the rest is learned without its "
             'context; "best_fit" keeps them whole'
         )
-        key = "data.packing"
-        yield Problem(message, loaded.where(key), key, data.packing, kind="note")
+        yield loaded.problem("data.packing", message, kind="note")
 
 
 def _check_preference(loaded: Loaded) -> Iterator[Problem]:
@@ -185,22 +176,18 @@ def _check_preference(loaded: Loaded) -> Iterator[Problem]:
         return
     if config.sft.shape not in ("auto", "preference"):
         message = 'needs pairs of answers; set sft.shape = "preference"'
-        yield Problem(message, loaded.where("preference.loss"), "preference.loss", settings.loss)
+        yield loaded.problem("preference.loss", message)
     if config.data.packing != "trunc":
         message = f'with preference.loss = "{settings.loss}" each pair is a row; expected "trunc"'
-        key = "data.packing"
-        yield Problem(message, loaded.where(key), key, config.data.packing)
-    if settings.reference == "adapter_off":
-        key, message = "preference.reference", ""
-        if not config.lora.rank:
-            message = "there are no adapters to switch off; set lora.rank, or remove this key"
-        elif config.lora.modules_to_save:
-            message = "lora.modules_to_save cannot be switched off; remove this key"
-        if message:
-            yield Problem(message, loaded.where(key), key, settings.reference)
+        yield loaded.problem("data.packing", message)
+    if settings.reference == "adapter_off" and not config.lora.rank:
+        message = "there are no adapters to switch off; set lora.rank, or remove this key"
+        yield loaded.problem("preference.reference", message)
+    elif settings.reference == "adapter_off" and config.lora.modules_to_save:
+        message = "lora.modules_to_save cannot be switched off; remove this key"
+        yield loaded.problem("preference.reference", message)
 
 
-@needs_model
 def check_objective(loaded: Loaded) -> Iterator[Problem]:
     """Checks that the objective exists, and that rows that belong together stay together."""
     training, layout = loaded.config.training, loaded.config.parallelism
@@ -213,8 +200,7 @@ def check_objective(loaded: Loaded) -> Iterator[Problem]:
     try:
         objective = objective_for(loaded.config, architecture)
     except ObjectiveError as error:
-        value = getattr(training, key.partition(".")[2])
-        yield Problem(str(error), loaded.where(key), key, value)
+        yield loaded.problem(key, str(error))
         return
     sizes = {"training.local_batch_size": training.local_batch_size}
     if training.global_batch_size != -1:
@@ -230,4 +216,4 @@ def check_objective(loaded: Loaded) -> Iterator[Problem]:
                 f"{training.objective} takes {objective.rows_per_sample} rows together; expected a "
                 f"multiple of {objective.rows_per_sample}"
             )
-            yield Problem(message, loaded.where(name), name, size)
+            yield loaded.problem(name, message)

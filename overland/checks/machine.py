@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from overland.checks.model import needs_model
 from overland.config.derived import SPLIT_BACKWARD, recomputes_some_split_blocks, resolve_dtype
 from overland.config.errors import Problem, ProblemKind
 from overland.config.load import Loaded
@@ -22,14 +21,12 @@ from overland.world.devices import RANKS_PER_DEVICE, device_memory, mps_note
 def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
     """Checks that this build of torch has the backend. Imports torch only for backends that a build
     may lack; auto and gloo always exist."""
-    key, backend = "comm.backend", loaded.config.comm.backend
-    if backend in ("auto", "gloo"):
-        return
-    lack = _lack_of(backend)
-    if lack:
+    backend = loaded.config.comm.backend
+    if backend not in ("auto", "gloo") and (lack := _lack_of(backend)):
         # Builds with MPI are made by hand, so another machine's torch would lack it too.
-        kind: ProblemKind = "invalid" if backend == "mpi" else "machine"
-        yield Problem(lack, loaded.where(key), key, backend, kind=kind)
+        yield loaded.problem(
+            "comm.backend", lack, kind="invalid" if backend == "mpi" else "machine"
+        )
 
 
 def check_sharing(loaded: Loaded) -> Iterator[Problem]:
@@ -40,7 +37,7 @@ def check_sharing(loaded: Loaded) -> Iterator[Problem]:
     import torch
 
     def problem(message: str, kind: ProblemKind) -> Problem:
-        return Problem(message, loaded.where(RANKS_PER_DEVICE), RANKS_PER_DEVICE, value, kind=kind)
+        return loaded.problem(RANKS_PER_DEVICE, message, kind=kind)
 
     if config.comm.backend == "nvshmem":
         yield problem("nvshmem needs a device for each rank; set comm.backend to nccl", "invalid")
@@ -79,11 +76,9 @@ ALGORITHMS = ("tree", "ring", "collnet", "collnetdirect", "collnetchain", "nvls"
 
 def check_packages(loaded: Loaded) -> Iterator[Problem]:
     """Checks that the optional packages that this config needs are installed."""
-    metrics = loaded.config.metrics
-    if metrics.enable_wandb and find_spec("wandb") is None:
-        key = "metrics.enable_wandb"
+    if loaded.config.metrics.enable_wandb and find_spec("wandb") is None:
         message = "the package wandb is not installed; pip install 'overland[wandb]'"
-        yield Problem(message, loaded.where(key), key, True, kind="machine")
+        yield loaded.problem("metrics.enable_wandb", message, kind="machine")
 
 
 def check_schedule(loaded: Loaded) -> Iterator[Problem]:
@@ -95,28 +90,25 @@ def check_schedule(loaded: Loaded) -> Iterator[Problem]:
         return
     installed = version("torch")
     if tuple(int(part) for part in installed.split(".")[:2]) < (2, 13):
-        key = "parallelism.pipeline_parallel_schedule"
         message = f"needs torch 2.13 or newer to split the backward pass (installed: {installed})"
-        yield Problem(message, loaded.where(key), key, schedule, kind="machine")
+        yield loaded.problem("parallelism.pipeline_parallel_schedule", message, kind="machine")
 
 
 def check_float8(loaded: Loaded) -> Iterator[Problem]:
     """Checks that this GPU supports float8. On a CPU it is emulated, for tests."""
-    key, wanted = "training.float8", loaded.config.training.float8
-    if wanted == "off":
+    if loaded.config.training.float8 == "off":
         return
     import torch
 
-    if not torch.cuda.is_available():
-        return
-    way_out = 'training.float8 = "off" trains in training.mixed_precision_param'
-    if torch.version.hip:
-        message = f"is untested on AMD GPUs; {way_out}"
-        yield Problem(message, loaded.where(key), key, wanted, kind="machine")
-    elif torch.cuda.get_device_capability() < (8, 9):
+    message = ""
+    if torch.cuda.is_available() and torch.version.hip:
+        message = "is untested on AMD GPUs"
+    elif torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         name = torch.cuda.get_device_name()
-        message = f"needs an NVIDIA Ada, Hopper or newer GPU, not {name}; {way_out}"
-        yield Problem(message, loaded.where(key), key, wanted, kind="machine")
+        message = f"needs an NVIDIA Ada, Hopper or newer GPU, not {name}"
+    if message:
+        message += '; training.float8 = "off" trains in training.mixed_precision_param'
+        yield loaded.problem("training.float8", message, kind="machine")
 
 
 def _lack_of(backend: str) -> str:
@@ -157,14 +149,14 @@ def check_recompute(loaded: Loaded) -> Iterator[Problem]:
     option = config.activation_checkpoint.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option) > 0):
         message = 'expected "op" or a positive whole number in quotes, such as "2"'
-        yield Problem(message, loaded.where(key), key, option)
+        yield loaded.problem(key, message)
     elif config.compile.enable is True and recomputes_some_split_blocks(config):
         message = (
             "torch cannot compile blocks that tensor parallelism splits if only some of them are "
             "recomputed; set it to op, or activation_checkpoint.mode = full, or compile.enable = "
             "false"
         )
-        yield Problem(message, loaded.where(key), key, option)
+        yield loaded.problem(key, message)
 
 
 def check_needs_compile(loaded: Loaded) -> Iterator[Problem]:
@@ -176,13 +168,11 @@ def check_needs_compile(loaded: Loaded) -> Iterator[Problem]:
     }
     for key, wished in wishes.items():
         if wished and not config.compile.enable:
-            section, name = key.split(".")
-            value = getattr(getattr(config, section), name)
-            yield Problem("needs compile.enable = true", loaded.where(key), key, value)
+            yield loaded.problem(key, "needs compile.enable = true")
 
 
 def check_compiler(loaded: Loaded) -> Iterator[Problem]:
-    config, key = loaded.config.compile, "compile.backend"
+    config = loaded.config.compile
     if config.enable is False or config.backend == "inductor":
         return
     from torch._dynamo import list_backends
@@ -190,19 +180,17 @@ def check_compiler(loaded: Loaded) -> Iterator[Problem]:
     backends = list_backends(exclude_tags=())
     if config.backend not in backends:
         message = f"no such compiler backend in this torch; expected one of {', '.join(backends)}"
-        yield Problem(message, loaded.where(key), key, config.backend)
+        yield loaded.problem("compile.backend", message)
 
 
 def check_profiling(loaded: Loaded) -> Iterator[Problem]:
     settings = loaded.config.profiling
     observed = settings.profiler_warmup + settings.profiler_active
     if settings.enable_profiling and settings.profile_freq < observed:
-        key = "profiling.profile_freq"
         message = f"is less than profiler_warmup + profiler_active = {observed}"
-        yield Problem(message, loaded.where(key), key, settings.profile_freq)
+        yield loaded.problem("profiling.profile_freq", message)
 
 
-@needs_model
 def check_attention(loaded: Loaded) -> Iterator[Problem]:
     """Checks that the chosen backend supports this model's masks, on a GPU."""
     config, key = loaded.config, "model.attention"
@@ -224,8 +212,8 @@ def check_attention(loaded: Loaded) -> Iterator[Problem]:
             config.debug.deterministic,
         )
     except ModelError as error:
-        yield Problem(str(error), loaded.where(key), key, config.model.attention)
+        yield loaded.problem(key, str(error))
         return
     if not torch.cuda.is_available():
         message = 'needs a GPU, and this machine has none visible; use "auto" or "sdpa"'
-        yield Problem(message, loaded.where(key), key, config.model.attention, kind="machine")
+        yield loaded.problem(key, message, kind="machine")

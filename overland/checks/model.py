@@ -1,5 +1,5 @@
-"""Checks that the model exists and that the user's own module can be imported, and makes room for
-new tokens."""
+"""Checks that the model exists, that the user's own module can be imported, that adapters and other
+changes fit the model and can be saved as asked; and makes room for new tokens."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from overland.config.errors import ConfigError, Problem
+from overland.config.errors import NO_VALUE, ConfigError, Problem
 from overland.config.load import Loaded, has_weights
 from overland.config.schema import JobConfig, Model
 from overland.data.sft import tokenizer_for_chats
-from overland.errors import DataError, ModelError
-from overland.models.flops import outline_of
+from overland.errors import CheckpointError, DataError, ModelError, sentence
+from overland.models.flops import outline_of, trained_parameters
 from overland.models.hf_config import RMSNORM
+from overland.models.lora_targets import is_adapter, is_saved_whole
 from overland.models.registry import (
     build_model,
     flavor_names,
@@ -32,13 +31,15 @@ from overland.models.registry import (
 )
 from overland.models.structure import Role, find_module, walk_roles
 from overland.models.transform import added_rule, apply_transforms, make_transforms
+from overland.plugins import plugin
 from overland.words import any_of
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from overland.checkpoint.lazy import Lazy
 
-Check = Callable[[Loaded], Iterator[Problem]]
+
 VOCABULARY = "model.overrides.vocab_size"
 # Tensor parallelism splits the rows evenly, so the new size is a multiple of the largest power of
 # two, up to this, that divides the old one.
@@ -54,19 +55,9 @@ def import_custom(config: JobConfig) -> None:
         importlib.import_module(name)
 
 
-def needs_model(check: Check) -> Check:
-    """Ends a check in silence if the model cannot be built, which `check_model` reports."""
-
-    @wraps(check)
-    def checked(loaded: Loaded) -> Iterator[Problem]:
-        with suppress(ModelError, OSError):
-            yield from check(loaded)
-
-    return checked
-
-
 def check_custom_import(loaded: Loaded) -> Iterator[Problem]:
-    key, name = "job.custom_import", loaded.config.job.custom_import
+    name = loaded.config.job.custom_import
+    message = ""
     try:
         import_custom(loaded.config)
     except ModuleNotFoundError as error:
@@ -76,10 +67,10 @@ def check_custom_import(loaded: Loaded) -> Iterator[Problem]:
             message = (
                 f"cannot be imported: it needs the module {error.name}, which is not installed"
             )
-        yield Problem(message, loaded.where(key), key, name)
     except Exception as error:  # the user's code may fail in any way
         message = f"cannot be imported: {type(error).__name__}: {_first_line(error)}"
-        yield Problem(message, loaded.where(key), key, name)
+    if message:
+        yield loaded.problem("job.custom_import", message)
 
 
 def check_model(loaded: Loaded) -> Iterator[Problem]:
@@ -98,42 +89,36 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
         else:
             yield _override_problem(loaded, _first_line(error))
             return
-        value = getattr(model, key.partition(".")[2].replace("from", "config"))
-        yield Problem(_first_line(error), loaded.where(key), key, value)
+        value = model.config if key == "model.from" else None
+        yield loaded.problem(key, _first_line(error), value)
 
 
-@needs_model
 def check_length(loaded: Loaded) -> Iterator[Problem]:
-    config, key = model_config(loaded.config.model), "training.seq_len"
-    length = loaded.config.training.seq_len
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and length > longest:
+    longest = getattr(model_config(loaded.config.model), "max_position_embeddings", None)
+    if longest is not None and loaded.config.training.seq_len > longest:
         message = f"longer than the {longest} positions that this model supports"
-        yield Problem(message, loaded.where(key), key, length, kind="note")
+        yield loaded.problem("training.seq_len", message, kind="note")
 
 
-@needs_model
 def check_export(loaded: Loaded) -> Iterator[Problem]:
     """Refuses an export at the end if Hugging Face has no equivalent of the model."""
-    key = "checkpoint.last_save_in_hf"
     if not loaded.config.checkpoint.last_save_in_hf:
         return
-    config = model_config(loaded.config.model)
+    config, message = model_config(loaded.config.model), ""
     if lacks_hf_form(config):
         message = (
             f"{type(config).__name__} has no to_hf() of its own, so Hugging Face would load the "
             "weights as another model; write one (docs/extending.md)"
         )
-        yield Problem(message, loaded.where(key), key, True)
     elif added := _added_by_transforms(loaded.config.model, config):
         message = (
             f"a transform adds {added}, which Hugging Face's model does not have; without it, the "
             "exported model would compute something else"
         )
-        yield Problem(message, loaded.where(key), key, True)
     elif (norm := config.to_hf().get("norm_type", RMSNORM)) != RMSNORM:
         message = f"Hugging Face has no {config.model_type} with norm_type = '{norm}'"
-        yield Problem(message, loaded.where(key), key, True)
+    if message:
+        yield loaded.problem("checkpoint.last_save_in_hf", message)
 
 
 def _added_by_transforms(section: Model, config: Any) -> str | None:
@@ -159,11 +144,10 @@ def _transformed(section: Model, config: Any) -> nn.Module:
 
 def check_transforms(loaded: Loaded) -> Iterator[Problem]:
     for name, options in loaded.config.model.transforms.items():
-        key = f"model.transforms.{name}"
         try:
             make_transforms({name: options})
         except ModelError as error:
-            yield Problem(str(error), loaded.where(key), key, options)
+            yield loaded.problem(f"model.transforms.{name}", str(error), options)
 
 
 def check_sparse(loaded: Loaded) -> Iterator[Problem]:
@@ -173,7 +157,7 @@ def check_sparse(loaded: Loaded) -> Iterator[Problem]:
         return
     if re.fullmatch("[1-7]:[2-8]", settings.pattern) is None:
         message = "expected N:M, such as 2:4, with M at most 8"
-        yield Problem(message, loaded.where(key), f"{key}.pattern", settings.pattern)
+        yield loaded.problem(f"{key}.pattern", message)
         return
     kept, group, message = *settings.ratio, ""
     if kept >= group:
@@ -195,7 +179,7 @@ def check_sparse(loaded: Loaded) -> Iterator[Problem]:
         except (ModelError, OSError) as error:
             message = str(error)
     if message:
-        yield Problem(message, loaded.where(key), key, settings.pattern)
+        yield loaded.problem(key, message, settings.pattern)
 
 
 def _unfit_for_sparse(config: JobConfig, group: int) -> str:
@@ -221,7 +205,6 @@ def _unfit_for_sparse(config: JobConfig, group: int) -> str:
     return ""
 
 
-@needs_model
 def check_freeze(loaded: Loaded) -> Iterator[Problem]:
     """Checks that every pattern freezes something, and that something is left to train."""
     key, patterns = "model.freeze", loaded.config.model.freeze
@@ -232,10 +215,10 @@ def check_freeze(loaded: Loaded) -> Iterator[Problem]:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = nearest_parameters(pattern, names)
             message = f"'{pattern}' matches no parameter; the nearest names are {near}"
-            yield Problem(message, loaded.where(key), key, patterns)
+            yield loaded.problem(key, message)
     if all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
         message = "freezes every parameter, so nothing would be trained"
-        yield Problem(message, loaded.where(key), key, patterns)
+        yield loaded.problem(key, message)
 
 
 def nearest_parameters(pattern: str, names: Sequence[str]) -> str:
@@ -256,29 +239,138 @@ def parameter_names(section: Model, all_names: bool = True) -> list[str]:
     return list(dict.fromkeys([*shapes, *ties]))
 
 
+def check_adapter(loaded: Loaded) -> Iterator[Problem]:
+    """Compares names and shapes with those of the model, and looks for values that are not
+    finite."""
+    key, folder = "lora.adapter", loaded.config.lora.adapter
+    if folder is None:
+        return
+    if not Path(folder).is_dir():
+        yield loaded.problem(key, "no such folder", kind="missing")
+        return
+    if loaded.config.model.from_ is not None:
+        return  # loading reports what is wrong with it
+    if loaded.config.checkpoint.initial_load_path is None:
+        message = "adapters need the base model that they were trained with; set model.from"
+        yield loaded.problem(key, message)
+    try:
+        weights = plugin("formats").open_peft(Path(folder)).weights()
+        message = _misfit(weights, loaded.config)
+    except (CheckpointError, OSError) as error:
+        message = sentence(error)
+    if message:
+        yield loaded.problem(key, message)
+
+
+def _misfit(weights: Mapping[str, Lazy], config: JobConfig) -> str:
+    """Returns why a model cannot have these adapters; empty if it can."""
+    wanted = trained_parameters(model_config(config.model), config.lora)
+    missing = [name for name in wanted if name not in weights]
+    extra = [name for name in weights if is_adapter(name) and name not in wanted]
+    unfit = "does not fit this model: it"
+    if missing:
+        return f"{unfit} lacks {missing[0]}, which the model has with these settings"
+    if extra:
+        return f"{unfit} has {extra[0]!s:.100}, which the model does not have"
+    for name, shape in wanted.items():
+        if weights[name].shape != shape:
+            has = f"{name} with shape {list(weights[name].shape)}"
+            return f"{unfit} has {has}, but the model has {list(shape)}"
+    for one, owner in ties_in(config).items():
+        if owner in wanted and not _are_equal(weights.get(one), weights[owner]):
+            has = f"separate matrices for {owner} and {one}"
+            return f"{unfit} has {has}, which are tied in this model"
+    for name in wanted:
+        if not weights[name].load().float().isfinite().all():
+            return f"{name} holds NaN or infinity: use another adapter, or an earlier save of it"
+    return ""
+
+
+def _are_equal(one: Lazy | None, other: Lazy) -> bool:
+    return one is not None and one.dtype == other.dtype and one.load().equal(other.load())
+
+
+def check_saved_modules(loaded: Loaded) -> Iterator[Problem]:
+    """Refuses to train a tied matrix under only one of its two names."""
+    lora = loaded.config.lora
+    if not lora.rank or not lora.modules_to_save:
+        return
+    for one, owner in ties_in(loaded.config).items():
+        if is_saved_whole(one, lora) and not is_saved_whole(owner, lora):
+            module, other = (name.removesuffix(".weight") for name in (one, owner))
+            message = (
+                f"{module} is tied to {other} in this model (tie_word_embeddings); name {other}, "
+                "which trains both"
+            )
+            yield loaded.problem("lora.modules_to_save", message)
+
+
+def ties_in(config: JobConfig) -> Mapping[str, str]:
+    structure, _ = outline_of(model_config(config.model))
+    return structure.ties
+
+
+def check_narrow_base(loaded: Loaded) -> Iterator[Problem]:
+    """Refuses settings that do not work with `lora.base = nf4`."""
+    config, message = loaded.config, ""
+    if not config.lora.rank or config.lora.base != "nf4":
+        return
+    if config.checkpoint.initial_load_path is None:
+        message = "needs trained weights to quantize; set model.from"
+    elif config.checkpoint.type != "shard" and config.checkpoint.enable:
+        message = (
+            f"checkpoint.type = {config.checkpoint.type} would also save the frozen weights in 4 "
+            "bits, which nothing else can read; set it to shard, which leaves them out"
+        )
+    elif config.parallelism.tensor_parallel_degree > 1:
+        message = "tensor parallelism splits rows, whose 4-bit weights share scales; shard instead"
+    elif config.training.float8 != "off":
+        message = "training.float8 needs unquantized weights; choose one of the two"
+    if message:
+        yield loaded.problem("lora.base", message)
+
+
+def check_adapter_files(loaded: Loaded) -> Iterator[Problem]:
+    """Checks `lora.save_as_peft`, and `checkpoint.last_save_in_hf` with adapters."""
+    config, message = loaded.config, ""
+    if config.lora.save_as_peft:
+        if not config.lora.rank:
+            message = "there are no adapters to save; set lora.rank"
+        elif config.checkpoint.type == "local":
+            message = (
+                "checkpoint.type = local stores the parts of a tensor separately; set it to shard "
+                "or full"
+            )
+    if message:
+        yield loaded.problem("lora.save_as_peft", message)
+    if config.checkpoint.last_save_in_hf and config.lora.rank and config.lora.base == "nf4":
+        message = (
+            "would merge the adapters into 4-bit weights (lora.base = nf4), which are too coarse "
+            "for that; set lora.save_as_peft instead"
+        )
+        yield loaded.problem("checkpoint.last_save_in_hf", message)
+
+
 def check_start(loaded: Loaded) -> Iterator[Problem]:
     """Notes which parts of a model's folder are not used if it is given only as `model.config`."""
     model, weights = loaded.config.model, loaded.config.checkpoint.initial_load_path
-    folder = Path(model.config or "").expanduser()
+    if model.config is None:
+        return
+    folder = Path(model.config).expanduser()
     grown = {"vocab_size"} if loaded.config.sft.new_tokens else set()  # noted with the tokens
-    if model.config is not None and weights is not None and (changed := _changed(model, grown)):
-        key = "model.overrides"
+    if weights is not None and (changed := _changed(model, grown)):
         message = (
             f"the weights of {weights} are loaded into a model with a different {changed} than "
             "they were trained with"
         )
-        yield Problem(message, loaded.where(key), key, kind="note")
-    if model.config is None or weights is not None or not folder.is_dir():
-        return
-    if has_weights(folder):
+        yield loaded.problem("model.overrides", message, NO_VALUE, "note")
+    elif weights is None and folder.is_dir() and has_weights(folder):
         tokenizer = " and the tokenizer" if model.hf_assets_path is None else ""
         message = (
             f"only the architecture of this folder is used, and training starts from random "
             f"weights; to use its weights{tokenizer} too, set `model.from`"
         )
-        yield Problem(
-            message, loaded.where("model.config"), "model.config", model.config, kind="note"
-        )
+        yield loaded.problem("model.config", message, kind="note")
 
 
 def _changed(model: Model, known: Collection[str]) -> str:
@@ -304,9 +396,8 @@ def _override_problem(loaded: Loaded, message: str) -> Problem:
     for name in named:
         key = f"model.overrides.{name}"
         if loaded.is_set(key):
-            return Problem(message, loaded.where(key), key, overrides[name])
-    key = "model.overrides"
-    return Problem(message, loaded.where(key), key, overrides)
+            return loaded.problem(key, message)
+    return loaded.problem("model.overrides", message)
 
 
 def _first_line(error: Exception) -> str:
@@ -335,10 +426,10 @@ def with_new_tokens(loaded: Loaded) -> Loaded:
     if tokenizer.vocab_size > size:
         if "vocab_size" in config.model.overrides:
             message = f"sft.new_tokens need {tokenizer.vocab_size:,}; remove it to grow as needed"
-            problem = Problem(message, loaded.where("model.overrides"), VOCABULARY, size)
+            problem = loaded.problem(VOCABULARY, message)
             raise ConfigError([problem], partial=loaded)
         grown = grown_size(size, tokenizer.vocab_size)
-        config = with_vocabulary(config, grown)
+        config = config.having({"model.overrides": {**config.model.overrides, "vocab_size": grown}})
         room = f"so the vocabulary grows from {size:,} to {grown:,} rows ({VOCABULARY})"
     note = (
         f"sft.new_tokens: {any_of(ids, 'and')} are new, {room}; their rows start as the mean of "
@@ -356,9 +447,3 @@ def grown_size(size: int, needed: int) -> int:
     """Returns the size of a vocabulary with room for this many tokens."""
     multiple = min(size & -size, LARGEST_MULTIPLE)  # the largest power of two that divides it
     return -(-needed // multiple) * multiple
-
-
-def with_vocabulary(config: JobConfig, size: int) -> JobConfig:
-    overrides = {**config.model.overrides, "vocab_size": size}
-    model = config.model.model_copy(update={"overrides": overrides})
-    return config.model_copy(update={"model": model})

@@ -44,12 +44,7 @@ def require_order(architecture: Any, config: JobConfig, degrees: Degrees) -> str
     if degrees.pp == 1 or own_model_name(architecture) is None:
         return ""
     # Attention kernels and float8 do not change the order, and both need a GPU.
-    any_device = config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"attention": "auto"}),
-            "training": config.training.model_copy(update={"float8": "off"}),
-        }
-    )
+    any_device = config.having({"model.attention": "auto", "training.float8": "off"})
     with torch.device("meta"):
         model = build_undivided(architecture, any_device)
         require_splittable(model, architecture, degrees)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm, prod
 
-from overland.checks.model import needs_model
 from overland.config.derived import STAGES_PER_RANK, TURNING, smallest_world
 from overland.config.errors import Problem
 from overland.config.load import Loaded
@@ -34,17 +33,16 @@ def check_degrees(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
     """Checks that the degrees multiply to the number of devices and agree with the ZeRO
     shorthand."""
     degrees = {axis: getattr(loaded.config.parallelism, axis) for axis in AXES}
-    shard_key = f"parallelism.{SHARD}"
     if degrees[SHARD] != -1 and degrees[SHARD] < 1:
         message = "expected -1 (all remaining devices) or a positive whole number"
-        yield Problem(message, loaded.where(shard_key), shard_key, degrees[SHARD])
+        yield loaded.problem(f"parallelism.{SHARD}", message)
         return
-    yield from _stage_against_degrees(loaded)
+    if clash := _stage_against_degrees(loaded.config.parallelism):
+        yield loaded.problem("parallelism.sharding_stage", f"{clash}; remove one of the two")
     if world_size is not None:
         yield from _product(loaded, degrees, world_size)
 
 
-@needs_model
 def check_splits(loaded: Loaded) -> Iterator[Problem]:
     """Checks that every axis divides the model evenly."""
     layout = loaded.config.parallelism
@@ -54,26 +52,25 @@ def check_splits(loaded: Loaded) -> Iterator[Problem]:
     if max(tp, cp, pp) == 1:
         return
     lacking = without_plan(model, loaded.config.model.name, tp=tp, cp=cp)
-    for axis, name, degree in (("tp", "tensor", tp), ("cp", "context", cp)):
+    for axis, name in (("tp", "tensor"), ("cp", "context")):
         if axis in lacking:
-            yield _unfit(loaded, name, degree, lacking[axis])
+            yield loaded.problem(f"parallelism.{name}_parallel_degree", lacking[axis])
     plan = plan_for(model)
     if plan is not None and (uneven := plan.uneven(model, tp)):
-        yield _unfit(loaded, "tensor", tp, f"does not divide {any_of(uneven, 'and')}")
+        message = f"does not divide {any_of(uneven, 'and')}"
+        yield loaded.problem("parallelism.tensor_parallel_degree", message)
     if pp == 1:
         return
+    schedule, message = layout.pipeline_parallel_schedule, ""
+    stages = pp * STAGES_PER_RANK[schedule]
     try:
         blocks = len(stage_costs(model).blocks)
+        if stages > blocks:
+            message = f"{schedule} needs {stages} stages, but the model has only {blocks} layers"
     except ModelError as error:
-        yield _unfit(loaded, "pipeline", pp, f"{loaded.config.model.name}: {error}")
-        return
-    stages = pp * STAGES_PER_RANK[layout.pipeline_parallel_schedule]
-    if stages > blocks:
-        message = (
-            f"{layout.pipeline_parallel_schedule} needs {stages} stages, but the model has only "
-            f"{blocks} layers"
-        )
-        yield _unfit(loaded, "pipeline", pp, message)
+        message = f"{loaded.config.model.name}: {error}"
+    if message:
+        yield loaded.problem("parallelism.pipeline_parallel_degree", message)
 
 
 def check_lengths(loaded: Loaded) -> Iterator[Problem]:
@@ -94,13 +91,13 @@ def check_lengths(loaded: Loaded) -> Iterator[Problem]:
                 f"with {any_of(degrees, 'and')} it must be a multiple of {pieces}; the nearest is "
                 f"{nearest}"
             )
-            yield Problem(message, loaded.where(key), key, length)
+            yield loaded.problem(key, message)
         elif layout.pipeline_parallel_degree > 1 and length != lengths["training.seq_len"]:
             message = (
                 "a pipeline takes rows of one length only; remove it, or set it to "
                 f"{lengths['training.seq_len']}, the value of training.seq_len"
             )
-            yield Problem(message, loaded.where(key), key, length)
+            yield loaded.problem(key, message)
 
 
 def pieces_of_row(layout: Parallelism) -> int:
@@ -112,7 +109,7 @@ def pieces_of_row(layout: Parallelism) -> int:
 
 def check_grouping(loaded: Loaded) -> Iterator[Problem]:
     """Checks that batches cut to their longest row can be split like any other."""
-    data, layout, key = loaded.config.data, loaded.config.parallelism, "data.group_by_length"
+    data, layout = loaded.config.data, loaded.config.parallelism
     if not data.group_by_length:
         return
     pieces, message = pieces_of_row(layout), ""
@@ -126,7 +123,7 @@ def check_grouping(loaded: Loaded) -> Iterator[Problem]:
             f"parallelism cannot split into {pieces} parts"
         )
     if message:
-        yield Problem(message, loaded.where(key), key, True)
+        yield loaded.problem("data.group_by_length", message)
 
 
 def check_microbatches(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
@@ -140,29 +137,20 @@ def check_microbatches(loaded: Loaded, world_size: int | None) -> Iterator[Probl
         devices = world_size or smallest_world(layout)  # on more, a rank has fewer sequences
         degree = data_parallel_degree(loaded.config, devices)
         rows = training.global_batch_size // degree if degree else rows
-    size = layout.pipeline_parallel_microbatch_size
-    key = "parallelism.pipeline_parallel_microbatch_size"
-    where = loaded.where(key)
-    if rows % size:
-        message = f"does not divide the {rows} sequences of a data-parallel rank"
-        yield Problem(message, where, key, size)
-        return
+    size, message = layout.pipeline_parallel_microbatch_size, ""
     count = rows // size
     least = 2 * pp if schedule in TURNING else pp
-    if count < least:
+    if rows % size:
+        message = f"does not divide the {rows} sequences of a data-parallel rank"
+    elif count < least:
         message = (
             f"{rows} sequences per data-parallel rank make {count} micro-batches; {schedule} needs "
             f"at least {least}"
         )
-        yield Problem(message, where, key, size)
     elif schedule.startswith("Interleaved") and count % (count // pp):
         message = f"{schedule} needs a multiple of {pp} micro-batches, not {count}"
-        yield Problem(message, where, key, size)
-
-
-def _unfit(loaded: Loaded, axis: str, degree: int, message: str) -> Problem:
-    key = f"parallelism.{axis}_parallel_degree"
-    return Problem(message, loaded.where(key), key, degree)
+    if message:
+        yield loaded.problem("parallelism.pipeline_parallel_microbatch_size", message)
 
 
 def data_parallel_degree(config: JobConfig, world_size: int) -> int | None:
@@ -177,31 +165,27 @@ def data_parallel_degree(config: JobConfig, world_size: int) -> int | None:
     return world_size // others if world_size % others == 0 else None
 
 
-def _stage_against_degrees(loaded: Loaded) -> Iterator[Problem]:
-    layout = loaded.config.parallelism
+def _stage_against_degrees(layout: Parallelism) -> str:
+    """Returns how the ZeRO shorthand contradicts another key; empty if it does not."""
     stage = layout.sharding_stage
     if stage is None:
-        return
+        return ""
     shard, replicate = layout.data_parallel_shard_degree, layout.data_parallel_replicate_degree
     reshard = layout.fsdp_reshard_after_forward
-    clash = ""
     if stage == "zero0" and shard > 1:
-        clash = f"replicates everything, but {SHARD} = {shard} shards"
-    elif stage.endswith("_hybrid") and max(shard, replicate) > 1:
+        return f"replicates everything, but {SHARD} = {shard} shards"
+    if stage.endswith("_hybrid") and max(shard, replicate) > 1:
         given = f"{SHARD} = {shard}" if shard > 1 else f"{REPLICATE} = {replicate}"
-        clash = f"sets the degrees itself, within and across nodes, but {given} is set too"
-    elif stage != "zero0" and shard == 1:
-        clash = f"shards, but {SHARD} = 1 does not"
-    elif stage in ("zero2", "zero3") and replicate > 1:
-        clash = f"has one replica, but {REPLICATE} = {replicate} has more ({stage}_hybrid does so)"
-    elif stage.startswith("zero2") and reshard == "always":
-        clash = 'keeps parameters gathered, but fsdp_reshard_after_forward = "always" does not'
-    elif stage.startswith("zero3") and reshard == "never":
-        clash = 'frees gathered parameters, but fsdp_reshard_after_forward = "never" does not'
-    if clash:
-        key = "parallelism.sharding_stage"
-        message = f"{clash}; remove one of the two"
-        yield Problem(message, loaded.where(key), key, stage)
+        return f"sets the degrees itself, within and across nodes, but {given} is set too"
+    if stage != "zero0" and shard == 1:
+        return f"shards, but {SHARD} = 1 does not"
+    if stage in ("zero2", "zero3") and replicate > 1:
+        return f"has one replica, but {REPLICATE} = {replicate} has more ({stage}_hybrid does so)"
+    if stage.startswith("zero2") and reshard == "always":
+        return 'keeps parameters gathered, but fsdp_reshard_after_forward = "always" does not'
+    if stage.startswith("zero3") and reshard == "never":
+        return 'frees gathered parameters, but fsdp_reshard_after_forward = "never" does not'
+    return ""
 
 
 def _product(loaded: Loaded, degrees: dict[str, int], world_size: int) -> Iterator[Problem]:
@@ -220,16 +204,15 @@ def _product(loaded: Loaded, degrees: dict[str, int], world_size: int) -> Iterat
     axis, fitting = _way_out(fixed, world_size, bool(free))
     way_out = f"; parallelism.{axis} = {fitting} would fit" if axis else ""
     blamed = axis if axis and axis in fixed else max(fixed, key=lambda name: fixed[name])
-    key = f"parallelism.{blamed}"
     message = f"the degrees multiply to {product}{detail}, {relation} {devices}{way_out}"
-    yield Problem(message, loaded.where(key), key, degrees[blamed])
+    yield loaded.problem(f"parallelism.{blamed}", message)
 
 
 def _way_out(fixed: dict[str, int], world_size: int, room: bool) -> tuple[str | None, int]:
     """Returns one degree to change, and its new value, so that the product fits. Data parallelism
     comes first, since it works with any model."""
     order = [SHARD, REPLICATE, "tensor_parallel_degree", "context_parallel_degree"]
-    best: tuple[int, int, str, int] | None = None
+    found: list[tuple[int, int, str, int]] = []  # the smallest change is best
     for rank, axis in enumerate([*order, "pipeline_parallel_degree"]):
         if axis not in fixed or (fixed[axis] == 1 and axis not in (SHARD, REPLICATE)):
             continue
@@ -239,11 +222,14 @@ def _way_out(fixed: dict[str, int], world_size: int, room: bool) -> tuple[str | 
         share = world_size // others
         if not room:
             return axis, share
-        fitting = max(n for n in range(1, min(fixed[axis], share) + 1) if share % n == 0)
-        candidate = (abs(fixed[axis] - fitting), rank, axis, fitting)
-        if fitting != fixed[axis] and (best is None or candidate < best):
-            best = candidate
-    return (best[2], best[3]) if best else (None, 0)
+        fitting = _largest_divisor(share, fixed[axis])
+        if fitting != fixed[axis]:
+            found.append((abs(fixed[axis] - fitting), rank, axis, fitting))
+    return min(found)[2:] if found else (None, 0)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(n for n in range(1, min(number, most) + 1) if number % n == 0)
 
 
 def check_batch(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
@@ -253,7 +239,7 @@ def check_batch(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
     key = "training.global_batch_size"
     if size == 0:
         message = "expected -1 (one local batch per data-parallel device) or a positive number"
-        yield Problem(message, loaded.where(key), key, size)
+        yield loaded.problem(key, message)
         return
     degree = data_parallel_degree(loaded.config, world_size) if world_size else None
     if size < 0 or degree is None or size % (local * degree) == 0:
@@ -261,13 +247,12 @@ def check_batch(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
     unit = local * degree
     below, above = size // unit * unit, (size // unit + 1) * unit
     nearest = f"the nearest are {below} and {above}" if below else f"the least is {above}"
-    share = size // degree
     if size % degree == 0:  # as other trainers do: the local batch is an upper bound
-        fitting = max(n for n in range(1, min(local, share) + 1) if share % n == 0)
+        fitting = _largest_divisor(size // degree, local)
         sizes = f"{below} or {above}" if below else above
         nearest = f"training.local_batch_size = {fitting} keeps {size}, or set {key} = {sizes}"
     message = (
         f"expected a multiple of {unit} (local_batch_size {local} × data-parallel degree "
         f"{degree}); {nearest}"
     )
-    yield Problem(message, loaded.where(key), key, size)
+    yield loaded.problem(key, message)

@@ -60,28 +60,16 @@ class DegreeError(OverlandError, ValueError):
 def resolve_degrees(parallelism: Parallelism, world_size: int, ranks_per_node: int = 1) -> Degrees:
     """Resolves -1 and the sharding stage, and checks that the product equals the world size."""
     p = parallelism
-    fixed = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
-    if world_size % fixed:
+    pp, cp, tp = p.pipeline_parallel_degree, p.context_parallel_degree, p.tensor_parallel_degree
+    left = max(1, world_size // (pp * cp * tp))
+    replicate, shard = _data_parallel(p, left, max(1, ranks_per_node // (pp * cp * tp)))
+    degrees = Degrees(pp, replicate, shard, cp, tp, _reshards(p))
+    if degrees.world_size != world_size:
         raise DegreeError(
-            f"pipeline {p.pipeline_parallel_degree} × context {p.context_parallel_degree} × tensor "
-            f"{p.tensor_parallel_degree} = {fixed} does not divide the {world_size} devices"
+            f"replicate {replicate} × shard {shard} × pipeline {pp} × context {cp} × tensor {tp} = "
+            f"{degrees.world_size}, but there are {world_size} devices"
         )
-    replicate, shard = _data_parallel(p, world_size // fixed, max(1, ranks_per_node // fixed))
-    if replicate * shard * fixed != world_size:
-        raise DegreeError(
-            f"replicate {replicate} × shard {shard} × pipeline {p.pipeline_parallel_degree} × "
-            f"context {p.context_parallel_degree} × tensor {p.tensor_parallel_degree} = "
-            f"{replicate * shard * fixed}, but there are {world_size} devices; "
-            f"data_parallel_shard_degree = -1 uses all that remain"
-        )
-    return Degrees(
-        pp=p.pipeline_parallel_degree,
-        dp_replicate=replicate,
-        dp_shard=shard,
-        cp=p.context_parallel_degree,
-        tp=p.tensor_parallel_degree,
-        reshard_after_forward=_reshards(p),
-    )
+    return degrees
 
 
 def smallest_world(parallelism: Parallelism) -> int:

@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from overland.config.adapter import check_expressions, expand_adapter
 from overland.config.arguments import (
@@ -26,7 +27,7 @@ from overland.config.arguments import (
     environment_entries,
     parse_arguments,
 )
-from overland.config.errors import ConfigError, Problem, show_value
+from overland.config.errors import ConfigError, Problem, ProblemKind, show_value
 from overland.config.fields import is_current
 from overland.config.paths import Resolved, from_own_folder, resolve_paths
 from overland.config.schema import OLDER_WORDS, PAIR_DEFAULTS, SFT_DEFAULTS, Job, JobConfig
@@ -78,6 +79,26 @@ class Loaded:
     def is_set(self, key: str) -> bool:
         path = tuple(key.split("."))
         return any(other[: len(path)] == path for other in self.places)
+
+    def problem(
+        self,
+        key: str,
+        message: str,
+        value: Any = None,
+        kind: ProblemKind = "invalid",
+        nearest: str | None = None,
+    ) -> Problem:
+        """Returns a problem with a key, at the place where it was set. `value`: what to show, by
+        default the key's value."""
+        value = self.value(key) if value is None else value
+        return Problem(message, self.where(key), key, value, nearest, kind)
+
+    def value(self, key: str) -> Any:
+        """Returns the value of a key, also of one in a table."""
+        found: Any = self.config
+        for name in key.split("."):
+            found = found[name] if isinstance(found, dict) else getattr(found, name)
+        return found
 
 
 def load_config(
@@ -183,17 +204,14 @@ def with_sft_defaults(
         chosen.pop("data.document_mask", None)  # no row has two conversations
     if not chosen:
         return config, []
-    update = {key.partition(".")[2]: value for key, value in chosen.items()}
     said = any_of([f"{key} = {show_value(value)}" for key, value in chosen.items()], "and")
-    data = config.data.model_copy(update=update)
-    return config.model_copy(update={"data": data}), [f"with sft.shape, the default is {said}"]
+    return config.having(chosen), [f"with sft.shape, the default is {said}"]
 
 
 def in_own_folder(config: JobConfig, path: Path) -> JobConfig:
     """Returns the config with a run folder named after its file, so that configs do not share one.
     The same file always means the same folder, which is how a run resumes."""
-    folder = f"{Job().dump_folder}/{path.stem}"
-    return config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": folder})})
+    return config.having({"job.dump_folder": f"{Job().dump_folder}/{path.stem}"})
 
 
 def find_source(source: str | None, given: Arguments, env: Mapping[str, str]) -> tuple[Path, str]:
@@ -308,13 +326,7 @@ def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]
     if "model.hf_assets_path" not in taken and takes_tokens(Path(parts["model.config"])):
         message = "has no tokenizer; set model.hf_assets_path to the one that fits the weights"
         return config, [Problem(message, where, "model.from", config.model.from_)]
-    update: dict[str, dict[str, str | None]] = {"model": {"from_": None}, "checkpoint": {}}
-    for key, value in taken.items():
-        section, _, name = key.partition(".")
-        update[section][name] = value
-    model = config.model.model_copy(update=update["model"])
-    checkpoint = config.checkpoint.model_copy(update=update["checkpoint"])
-    return config.model_copy(update={"model": model, "checkpoint": checkpoint}), []
+    return config.having({"model.from_": None, **taken}), []
 
 
 def parts_of(folder: Path) -> tuple[dict[str, str], str]:

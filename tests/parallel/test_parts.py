@@ -98,7 +98,7 @@ def test_stages_are_degrees_over_the_same_mesh(
 
 
 def test_degrees_that_do_not_fit_are_one_sentence() -> None:
-    with pytest.raises(DegreeError, match="does not divide the 6 devices"):
+    with pytest.raises(DegreeError, match="= 4, but there are 6 devices"):
         resolve_degrees(Parallelism(tensor_parallel_degree=4), 6)
 
 

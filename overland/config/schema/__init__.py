@@ -9,6 +9,7 @@ and `run.py`, each with the sections of that kind.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -140,3 +141,12 @@ class JobConfig(BaseModel):
         if self.data.holdout and self.validation.enable is None:
             self.validation = self.validation.model_copy(update={"enable": True})
         return self
+
+    def having(self, values: Mapping[str, Any]) -> JobConfig:
+        """Returns a copy with these values, which are given as `section.attribute`."""
+        update: dict[str, Any] = {}
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            before = update.get(section, getattr(self, section))
+            update[section] = before.model_copy(update={name: value})
+        return self.model_copy(update=update)
