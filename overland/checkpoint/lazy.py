@@ -4,12 +4,20 @@ All of them are lazy: shape and dtype are known, bytes are read on demand. They 
 run's own state: `model.<Hugging Face name>`, `optimizer.<name>.<state>` (for AdamW: exp_avg and
 exp_avg_sq), `optimizer.num_updates`. Everything else in a file keeps its name. The formats are in
 overland/apps/convert/formats.
+
+A checkpoint may leave out frozen weights, because they stay where the run loaded them from: a run
+that trains adapters on a frozen model of 140 GB saves only the adapters. Its index records what is
+left out (`Origin`): the folder, the size and digest of each weight file, and the names of the
+tensors. A reader of the checkpoint loads those from there, after comparing the digests.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Container, Iterator
+import os
+from collections.abc import Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -19,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overland.checkpoint.origin import Origin
-from overland.errors import CheckpointError
+from overland.errors import CheckpointError, MismatchError
 from overland.files import Moved, ignore
 from overland.words import nearest_name
 
@@ -31,6 +38,9 @@ Config = dict[str, Any] | None
 
 MODEL, OPTIMIZER, NUM_UPDATES = "model.", "optimizer.", "optimizer.num_updates"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, as torch and DeepSpeed name it
+
+LEFT_OUT = "left_out"  # key in the run's facts in the index
+READ_BYTES = 1 << 24
 
 _moved: ContextVar[Moved] = ContextVar("moved", default=ignore)
 
@@ -133,3 +143,96 @@ def split_state(name: str, tensors: Container[str]) -> tuple[str, str] | None:
     parameter, _, kind = name.removeprefix(OPTIMIZER).rpartition(".")
     is_state = name.startswith(OPTIMIZER) and (MODEL + parameter in tensors or kind in MOMENTS)
     return (parameter, kind) if is_state else None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Tensors in a folder of safetensors, by their names in the model."""
+
+    folder: Path
+    files: Mapping[str, tuple[int, str]]
+    """Size and digest of each file of weights."""
+    names: frozenset[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "files": {name: list(mark) for name, mark in self.files.items()},
+            "names": sorted(self.names),
+        }
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Origin | None:
+        """Returns what a checkpoint leaves out, according to its facts; None if it is complete."""
+        found = facts.get(LEFT_OUT)
+        if not found:
+            return None
+        try:
+            files = {
+                str(name): (int(size), str(mark)) for name, (size, mark) in found["files"].items()
+            }
+            return cls(Path(found["folder"]), files, frozenset(map(str, found["names"])))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the index entry for weights that are left out cannot be read: {error!r}"
+            ) from None
+
+    def find(self, also: Iterable[Path] = (), look_only: bool = False) -> Path:
+        """Returns the folder that still holds exactly these weights: the original one, or one of
+        `also`, where a run may be told to look if they have moved. `look_only` compares only sizes.
+        """
+        problems = []
+        for folder in dict.fromkeys([self.folder, *also]):
+            problem = self._difference(folder, look_only)
+            if not problem:
+                return folder
+            problems.append(problem)
+        raise MismatchError(
+            f"this checkpoint leaves out {len(self.names):,} frozen tensors that were loaded from "
+            f"{self.folder}, and they are no longer there: {problems[0]}. Restore them, or set "
+            "checkpoint.initial_load_path to where they are now"
+        )
+
+    def check_given(self, given: Path) -> None:
+        """Raises if a run that names another folder than the original one would train on other
+        weights; the same weights may lie anywhere."""
+        if given.resolve() == self.folder.resolve() or not given.exists():
+            return
+        if problem := self._difference(given, look_only=False):
+            raise MismatchError(
+                f"the frozen weights of this run are those of {self.folder}, and model.from or "
+                f"checkpoint.initial_load_path names others ({problem}): set it back, or start a "
+                "new run; to train these adapters on another model, `overland convert` them with "
+                "`--to peft`, and name them in lora.adapter of a new run"
+            )
+
+    def _difference(self, folder: Path, look_only: bool) -> str:
+        """Returns how the folder differs; an empty string if it has exactly these files."""
+        for name, (size, _) in self.files.items():
+            try:
+                found = (folder / name).stat().st_size
+            except OSError:
+                return f"{folder / name} does not exist"
+            if found != size:
+                return f"{folder / name} has {found:,} bytes, not {size:,}"
+        if look_only:
+            return ""
+        marks = mark_files(folder, self.files)
+        changed = [name for name in self.files if marks[name] != self.files[name]]
+        return f"{folder / changed[0]} has different contents" if changed else ""
+
+
+def mark_files(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Returns size and digest of the files, reading several at a time at 1 GB/s each."""
+    names = list(names)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "digest") as pool:
+        return dict(zip(names, pool.map(lambda name: _mark(folder / name), names), strict=True))
+
+
+def _mark(path: Path) -> tuple[int, str]:
+    digest, size = hashlib.blake2b(digest_size=16), 0
+    with path.open("rb") as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+            size += len(data)
+    return size, digest.hexdigest()

@@ -114,7 +114,7 @@ def boxes_to_write(state: State) -> list[Box]:
     """Returns the boxes on this rank, except those that another holder of the same box writes."""
     boxes = []
     for name, value in state.items():
-        tensor = _shaped(value)
+        tensor = value.like if isinstance(value, PackedTensor) else value
         if _is_writer(name, tensor):
             shard, start, whole = local_part(tensor)
             boxes.append(Box(name, value.dtype, whole, start, tuple(shard.shape)))
@@ -147,19 +147,6 @@ def check_whole(boxes_of_ranks: Sequence[Sequence[Box]]) -> None:
         raise CheckpointError(f"the ranks' parts of {wrong[0]} do not add up to the whole tensor")
 
 
-def plan_local_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
-    """Plans that each rank writes everything it holds (see `local_state`)."""
-    rank = dist.get_rank(group) if group else 0
-    boxes = []
-    for name, value in state.items():
-        shape = tuple(_shaped(value).shape)
-        boxes.append(Box(name, value.dtype, shape, (0,) * len(shape), shape))
-    boxes_of_ranks = gather_boxes(boxes, group)
-    return SavePlan(
-        lay_out_files(boxes, rank), [lay_out_files(b, r) for r, b in enumerate(boxes_of_ranks)]
-    )
-
-
 def lay_out_files(boxes: Sequence[Box], rank: int) -> list[FilePlan]:
     """Distributes boxes over files of about equal size."""
     boxes = [box for box in boxes if box.num_bytes]
@@ -178,7 +165,8 @@ def lay_out_files(boxes: Sequence[Box], rank: int) -> list[FilePlan]:
 
 
 def local_state(state: State, rank: int) -> State:
-    """Returns what this rank holds, under names that include the rank."""
+    """Returns what this rank holds, under names that include the rank, so that it writes all of
+    it."""
     return {
         local_name(name, rank): replace(value, like=shard_of(value.like))
         if isinstance(value, PackedTensor)
@@ -189,11 +177,6 @@ def local_state(state: State, rank: int) -> State:
 
 def local_name(name: str, rank: int) -> str:
     return f"rank_{rank:05d}/{name}"
-
-
-def _shaped(value: Tensor | PackedTensor) -> Tensor:
-    """Returns a tensor with the shape and placement of the value."""
-    return value.like if isinstance(value, PackedTensor) else value
 
 
 def gather_boxes(boxes: Sequence[Box], group: dist.ProcessGroup | None) -> list[list[Box]]:

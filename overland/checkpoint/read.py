@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ class CheckpointReader:
 
 
 def open_checkpoint(path: Path, moved: Moved = ignore) -> CheckpointReader:
-    return _open(path, *_read_index(path), moved)
+    return _open(path, *_marker_and_index(path), moved)
 
 
 def open_together(
@@ -192,7 +192,7 @@ def open_together(
     read, problem = None, ""
     if group is None or dist.get_rank(group) == 0:
         try:
-            read = _read_index(path)
+            read = _marker_and_index(path)
         except CheckpointError as error:
             problem = str(error)
     read, problem = broadcast((read, problem), group)
@@ -201,8 +201,7 @@ def open_together(
     return _open(path, *read, moved)
 
 
-def _read_index(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Returns the contents of COMMITTED, and the bytes of the index."""
+def _marker_and_index(path: Path) -> tuple[dict[str, Any], bytes]:
     return read_marker(path), read_bytes(path / INDEX)
 
 
@@ -221,18 +220,14 @@ def read_marker(path: Path) -> dict[str, Any]:
     """Returns the contents of COMMITTED; a folder without it is not a checkpoint."""
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist or is not a folder")
+    if not (path / COMMITTED).exists():
+        raise CheckpointError(f"{path} is not a committed checkpoint: no {COMMITTED}")
     try:
-        return parse_marker((path / COMMITTED).read_bytes())
-    except RecursionError:
-        raise CheckpointError(f"{path / COMMITTED} is damaged: it is nested too deeply") from None
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a committed checkpoint: no {COMMITTED}") from None
-    except ValueError:
+        return parse_marker(read_bytes(path / COMMITTED))
+    except (ValueError, RecursionError):
         raise CheckpointError(
             f"{path / COMMITTED} is damaged: it changed after it was written"
         ) from None
-    except OSError as error:
-        raise CheckpointError(f"{path / COMMITTED} cannot be read: {error.strerror}") from None
 
 
 def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
@@ -258,12 +253,10 @@ def require_fit(
     path: Path, saved: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]
 ) -> None:
     """Raises unless every tensor of `state` was saved, with its shape."""
-    missing = [name for name in state if name not in saved]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    if missing := [name for name in state if name not in saved]:
         is_state = missing[0].startswith("optimizer.")
         out = ": `--skip-optimizer` starts with a new optimizer" if is_state else ""
-        raise MismatchError(f"{path} has no {missing[0]}{more}, which this run needs{out}")
+        raise MismatchError(f"{path} has no {_and_more(missing)}, which this run needs{out}")
     for name, tensor in state.items():
         if saved[name] != tuple(tensor.shape):
             raise MismatchError(
@@ -276,12 +269,15 @@ def refuse_unused(path: Path, saved: Iterable[str], taken: Collection[str]) -> N
     """Raises if saved weights would be left unused, since that would be a different model."""
     unused = [name for name in saved if name.startswith("model.") and name not in taken]
     if unused:
-        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise MismatchError(
-            f"{path} has {unused[0]}{more}, which the model in this config does not have: resume "
+            f"{path} has {_and_more(unused)}, which the model in this config does not have: resume "
             "with the model that was saved, or start a new run from its weights "
             "(checkpoint.initial_load_path)"
         )
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def fill_local(
@@ -299,12 +295,8 @@ def fill_local(
 
 
 def open_file(path: Path, num_bytes: int) -> int:
-    try:
+    with _reading(path):
         descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     found = os.fstat(descriptor).st_size
     if found != num_bytes:
         os.close(descriptor)
@@ -316,10 +308,8 @@ def read_fully(
     descriptor: int, view: memoryview, offset: int, path: Path, moved: Moved = ignore
 ) -> None:
     while view:
-        try:
+        with _reading(path):
             count = os.preadv(descriptor, [view[:READ_BYTES]], offset)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if count == 0:
             raise CheckpointError(f"{path} is damaged: it ends at byte {offset}")
         moved(count)
@@ -327,8 +317,14 @@ def read_fully(
 
 
 def read_bytes(path: Path) -> bytes:
-    try:
+    with _reading(path):
         return path.read_bytes()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:

@@ -49,7 +49,6 @@ from overland.checkpoint.plan import (
     gather,
     local_name,
     local_state,
-    plan_local_save,
     plan_save,
 )
 from overland.checkpoint.snapshot import Direct, Snapshot, fits_in_memory
@@ -143,8 +142,7 @@ class Store:
         if self._rank == 0:
             self.disk.make_folder(self.folder)
             tidy(self.folder, self.disk)
-        make = plan_local_save if self.settings.type == "local" else plan_save
-        self._plan = make(state, self.group)
+        self._plan = plan_save(state, self.group)
         if self._rank == 0:
             files = [file for files in self._plan.files_of_ranks for file in files]
             size = sum(file.num_bytes for file in files)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
-from overland.checkpoint.lazy import counting
-from overland.checkpoint.origin import LEFT_OUT, Origin
+from overland.checkpoint.lazy import LEFT_OUT, Origin, counting
 from overland.checkpoint.plan import local_name
 from overland.checkpoint.read import (
     CheckpointReader,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from overland.checkpoint.origin import Origin
+from overland.checkpoint.lazy import Origin
 from overland.checkpoint.store import Outcome, Store
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch

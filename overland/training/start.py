@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overland.checkpoint.lazy import Lazy, LazyCheckpoint, counting
-from overland.checkpoint.origin import Origin, mark_files
+from overland.checkpoint.lazy import Lazy, LazyCheckpoint, Origin, counting, mark_files
 from overland.checkpoint.read import CheckpointReader
 from overland.config.adapter import ADAPTER_CONFIG
 from overland.config.schema import JobConfig

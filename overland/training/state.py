@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import overland
-from overland.checkpoint.origin import LEFT_OUT
+from overland.checkpoint.lazy import LEFT_OUT
 from overland.checkpoint.plan import State
 from overland.checkpoint.read import CheckpointReader
 from overland.checkpoint.snapshot import LargestValues, tensors_in_words

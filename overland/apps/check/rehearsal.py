@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from overland.apps.check.look import Beginning, Untrained, look_at
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
-from overland.checkpoint.lazy import MODEL
-from overland.checkpoint.origin import Origin
+from overland.checkpoint.lazy import MODEL, Origin
 from overland.checkpoint.read import open_checkpoint, refuse_unused, require_fit
 from overland.config.derived import model_name, resolve_dtype
 from overland.config.errors import ConfigError, Problem

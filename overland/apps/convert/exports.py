@@ -21,8 +21,7 @@ from overland.apps.convert.formats.merge import densify, merge
 from overland.apps.convert.formats.overland import as_lazy_checkpoint
 from overland.apps.convert.formats.peft import write_peft
 from overland.checkpoint.folder import list_checkpoints, set_aside, step_of
-from overland.checkpoint.lazy import counting
-from overland.checkpoint.origin import LEFT_OUT
+from overland.checkpoint.lazy import LEFT_OUT, counting
 from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
 from overland.checkpoint.snapshot import Direct, tensors_in_words

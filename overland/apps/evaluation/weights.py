@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from overland.apps.convert.formats import LazyCheckpoint
 from overland.apps.convert.formats.overland import require_readable
-from overland.checkpoint.lazy import MODEL, Lazy, counting
-from overland.checkpoint.origin import Origin
+from overland.checkpoint.lazy import MODEL, Lazy, Origin, counting
 from overland.checkpoint.read import fill, open_checkpoint
 from overland.errors import CheckpointError
 from overland.files import Moved, ignore

@@ -19,16 +19,17 @@ from overland.apps.convert.formats.hf import open_hf
 from overland.apps.convert.formats.lazy import held
 from overland.checkpoint.folder import committed, latest_checkpoint, step_of
 from overland.checkpoint.lazy import (
+    LEFT_OUT,
     MODEL,
     MOMENTS,
     Config,
     Lazy,
     LazyCheckpoint,
+    Origin,
     Slices,
     counter,
     split_state,
 )
-from overland.checkpoint.origin import LEFT_OUT, Origin
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
 from overland.checkpoint.write import write_whole_tensors
 from overland.config.adapter import KEYS
