@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from overland.data.batch import load_batch
-from overland.data.corpus import Corpus, open_corpus
+from overland.data.corpus import Corpus
 from overland.data.layout import lay_out
 from overland.data.plan import Plan, PlannedSource, Segment
 from overland.data.sampler import Sampler
@@ -57,7 +57,7 @@ class Documents(Source):
 def make(root: Path, source: Documents, shard_documents: int) -> Corpus:
     folder = lay_out("tokens", source, None, root, shard_documents=shard_documents,
                      vocab_size=VOCABULARY)  # fmt: skip
-    return open_corpus(folder, lambda: source, wait=False)
+    return Corpus(folder, lambda: source, wait=False)
 
 
 def mark_built(corpus: Corpus, sizes: np.ndarray) -> None:
@@ -137,7 +137,7 @@ def resume(root: Path) -> None:
     print(f"\nResume at step {at:,} of a plan with {windows:,} windows, batches of {batch} rows")
     for name, memory in (("first, counting", root / "memory"), ("with counts", root / "memory")):
         before, started = memory_in_use(), time.perf_counter()
-        again = open_corpus(corpus.folder)
+        again = Corpus(corpus.folder)
         rows = rows_of(again, 64, batch, 8, memory)
         load_batch(rows, at)
         seconds = time.perf_counter() - started

@@ -31,7 +31,7 @@ import numpy as np
 
 from overland.apps.data.build import build
 from overland.apps.data.tokenizer_training import train_tokenizer
-from overland.data.corpus import open_corpus
+from overland.data.corpus import Corpus
 from overland.data.layout import lay_out
 from overland.data.order import permute
 from overland.data.sources import JsonLines, StandardLibrary
@@ -121,10 +121,10 @@ def built(root: Path, files: list[str], tokenizer: Tokenizer, cores: int) -> int
 
 def streamed(root: Path, files: list[str], tokenizer: Tokenizer, cores: int) -> int:
     with corpus_folder(root, files, tokenizer) as folder:
-        corpus = open_corpus(
+        corpus = Corpus(
             folder,
             lambda: JsonLines(root / "text", files),
-            lambda: tokenizer,
+            tokenizer,
             processes=cores,
             cache_bytes=16 << 20,
         )

@@ -21,7 +21,7 @@ from overland.checkpoint.read import open_checkpoint
 from overland.config.load import load_config
 from overland.config.schema import DataSource
 from overland.data.registry import HELD_OUT_SHAPES
-from overland.data.wanted import made_images
+from overland.data.wanted import WantedSource
 from overland.models.registry import build_model, model_config
 from overland.models.vit_mae import ViTMAE, patches
 
@@ -35,7 +35,7 @@ def main(run: Path, picture: Path) -> None:
     assert isinstance(model, ViTMAE)
     with open_checkpoint(newest_in(run)) as saved:
         model.load_state_dict({name: saved.read(f"model.{name}") for name in model.state_dict()})
-    source = made_images(HELD_OUT_SHAPES, DataSource(), config)
+    source = WantedSource(config, "validation", HELD_OUT_SHAPES, DataSource()).made_images()
     assert source is not None
     pixels = np.empty((ROWS * PER_ROW, *source.shape), np.float32)
     for number, image in enumerate(pixels):

@@ -18,7 +18,6 @@ from overland.config.errors import NO_VALUE, Problem
 from overland.config.fields import all_keys
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
-from overland.data.registry import is_made
 from overland.data.wanted import sources_of
 from overland.errors import OverlandError
 from overland.models.flops import sample_fields
@@ -75,11 +74,11 @@ def takes(config: JobConfig, arrays: bool) -> bool:
 
 def is_all_made(config: JobConfig) -> bool:
     """Whether all training data is generated on the fly."""
-    return all(is_made(*one) for one in sources_of(config).items())
+    return all(one.is_made for one in sources_of(config).values())
 
 
 def has_random_images(config: JobConfig) -> bool:
-    asked = ((source.dataset or name) == "random" for name, source in sources_of(config).items())
+    asked = (one.dataset == "random" for one in sources_of(config).values())
     return config.images.if_missing != "error" or any(asked)
 
 

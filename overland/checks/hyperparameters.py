@@ -11,9 +11,8 @@ from overland.checks.model import nearest_parameters, parameter_names
 from overland.config.errors import NO_VALUE, Problem, ProblemKind
 from overland.config.fields import all_keys
 from overland.config.load import Loaded
-from overland.config.schema import IN_PLACE_OF, DataSource, Optimizer
-from overland.data.registry import is_made
-from overland.data.wanted import made_images, sources_of
+from overland.config.schema import IN_PLACE_OF, Optimizer
+from overland.data.wanted import WantedSource, sources_of
 from overland.errors import DataError, ModelError, ObjectiveError, OptimizerError
 from overland.models.flops import trained_parameters
 from overland.models.registry import model_config
@@ -98,11 +97,11 @@ def check_units(loaded: Loaded) -> Iterator[Problem]:
         yield loaded.problem(key, message, kind=kind)
 
 
-def _is_random_tokens(loaded: Loaded, name: str, source: DataSource) -> bool:
+def _is_random_tokens(source: WantedSource) -> bool:
     """Returns whether a source is endless. An epoch of synthetic images has images.count of
     them."""
     try:
-        return is_made(name, source) and made_images(name, source, loaded.config) is None
+        return source.is_made and source.made_images() is None
     except (DataError, ModelError, OSError):  # another check reports it
         return False
 
@@ -113,12 +112,12 @@ def check_epochs(loaded: Loaded) -> Iterator[Problem]:
     sources, message = sources_of(config), ""
     if config.training.epochs is None:
         return
-    names = [name for name, source in sources.items() if source.weight]
+    names = [name for name, source in sources.items() if source.asked.weight]
     if len(names) > 1:
         message = f"{any_of(names, 'and')} have different epochs; set training.steps"
     elif config.data.mixture == "documents":
         message = 'with data.mixture = "documents", an epoch has no end; set it to "sequences"'
-    elif any(_is_random_tokens(loaded, name, sources[name]) for name in names):
+    elif any(_is_random_tokens(sources[name]) for name in names):
         message = "random tokens are endless and have no epochs; set training.steps"
     if message:
         yield loaded.problem("training.epochs", message)

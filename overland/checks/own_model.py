@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from overland.config.derived import Degrees, optimizer_settings, resolve_dtype
 from overland.config.schema import JobConfig
-from overland.data import registry
-from overland.data.wanted import open_wanted, sources_of, training_table
+from overland.data.wanted import sources_of
 from overland.errors import DataError, ModelError
 from overland.models.build import build_undivided, transforms_for
 from overland.models.flops import sample_fields
@@ -180,12 +179,10 @@ def channels_of(config: JobConfig) -> dict[str, str]:
     """Returns the channels that accompany the tokens of the training data, from sources that exist:
     an objective may need them."""
     found: dict[str, str] = {}
-    for name, wanted in sources_of(config).items():
-        if registry.is_made(name, wanted):
-            continue
-        with suppress(DataError, OSError):
-            source = open_wanted(config, training_table(config, name), name, wanted)
-            found |= source.channels or {}
+    for wanted in sources_of(config).values():
+        if not wanted.is_made:
+            with suppress(DataError, OSError):
+                found |= wanted.open().channels or {}
     return found
 
 

@@ -235,11 +235,12 @@ def source_at(
 ) -> Source:
     """Returns the source at a path, or the built-in source of that name."""
     from overland.config.schema import Data, DataSource
-    from overland.data import registry
+    from overland.data.registry import source_names
     from overland.data.sources import open_source
+    from overland.data.wanted import open_by_name
 
-    if not Path(path).expanduser().exists() and path in registry.source_names():
-        return registry.open_by_name(path, DataSource(column=column), Data())
+    if not Path(path).expanduser().exists() and path in source_names():
+        return open_by_name(path, DataSource(column=column), Data())
     return open_source(
         path, column=column, subset=subset, split=split, dtype=dtype, skip_bad=skip_bad
     )

@@ -6,8 +6,8 @@ One way through it: `sources` read documents of any format, which become shards 
 of batch *t* from the lanes, in the turns of a mixture (`mixture.py`), as the plan says (`plan.py`).
 `batch.py` makes tensors of them.
 
-`prepare.py` opens all of it for a config, with `corpora.py`, `wanted.py` and `registry.py`. Chats
-are rendered on the way in: `sft.py`, `conversations.py`, `chat.py`, `learned_tokens.py`.
+`prepare.py` opens all of it for a config, with `corpora.py` and `wanted.py`. Chats are rendered on
+the way in: `sft.py`, `conversations.py`, `learned_tokens.py`, `chat.py`.
 """
 
 from __future__ import annotations

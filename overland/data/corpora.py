@@ -17,31 +17,19 @@ from typing import TypeVar
 
 from overland.config.derived import model_name
 from overland.config.schema import Data as Settings
-from overland.config.schema import DataSource, JobConfig
+from overland.config.schema import JobConfig
 from overland.data.arrays import require_fields
-from overland.data.corpus import Corpus, open_corpus
+from overland.data.corpus import Corpus
 from overland.data.corpus_folder import CorpusLayout, is_corpus, read_layout, source_changes
-from overland.data.lanes import ListedImages, RandomBlocks, RandomImages
+from overland.data.lanes import ListedImages, MadeRows, RandomBlocks, RandomImages
 from overland.data.layout import SHARD_DOCUMENTS, lay_out
 from overland.data.learned_tokens import Changes, changed_keys, in_words
 from overland.data.plan import ChangedSource
-from overland.data.registry import find_built, is_made
 from overland.data.sampler import AnyCorpus
 from overland.data.sft import writer_for
 from overland.data.sources import Source
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
-from overland.data.wanted import (
-    is_placeholder,
-    is_validation,
-    length_of_rows,
-    made_images,
-    open_images,
-    open_wanted,
-    refuse_choices,
-    sources_of,
-    taken_by_model,
-    training_table,
-)
+from overland.data.wanted import WantedSource, sources_of, taken_by_model
 from overland.errors import ChoiceRequired, DataError
 from overland.words import number_of
 
@@ -73,59 +61,50 @@ class Preparer:
     """The policy that the resumed run began with, as far as it is known: `kept_policy`."""
 
 
-def open_named_corpus(
-    table: str,
-    name: str,
-    wanted: DataSource,
-    config: JobConfig,
-    tokenizer: Tokenizer | None,
-    vocab_size: int | None,
-    preparer: Preparer,
+def corpus_of(
+    wanted: WantedSource, tokenizer: Tokenizer | None, vocab_size: int | None, preparer: Preparer
 ) -> AnyCorpus:
-    """Opens a corpus that is built, or one that is made while it is read; `table` is the section of
-    the config that defines it."""
-    if is_made(name, wanted):
-        images = made_images(name, wanted, config)
-        if isinstance(images, RandomImages):
-            say_random(config, table, images, preparer)
-        if images is not None:
-            return images
-        return RandomBlocks(
-            trained_size(config.data, None) if vocab_size is None else vocab_size, config.debug.seed
-        )
-    if built := find_built(name, wanted, config.data):
-        refuse_choices(wanted, table, f"{built} is a built corpus, which")
+    """Opens a corpus that is built, or one that is made while it is read."""
+    name = wanted.name
+    if wanted.is_made:
+        return _made(wanted, vocab_size, preparer)
+    if built := wanted.built:
+        wanted.refuse_choices(f"{built} is a built corpus, which")
         corpus = open_built(built)
-        check_made_by(corpus.layout, config, table)
-    elif (listed := preparer.once(partial(open_images, config, table, name, wanted))) is not None:
+        _check_made_by(corpus.layout, wanted)
+    elif (listed := preparer.once(wanted.open_images)) is not None:
         if listed.num_bad:
             preparer.report(f"note: {name}: {number_of(listed.num_bad, 'file')} skipped")
         return ListedImages(name, listed)
     else:
-        source = partial(open_wanted, config, table, name, wanted)
-        corpus = _stream(name, source, config, tokenizer, vocab_size, preparer)
+        folder = _laid_out(wanted, tokenizer, vocab_size, preparer)
+        corpus = open_streamed(folder, wanted, tokenizer, preparer)
     check_vocabulary(name, corpus.vocab_size, vocab_size)
     return corpus
 
 
-def say_random(config: JobConfig, table: str, images: RandomImages, preparer: Preparer) -> None:
-    """Reports that random images replace a list of images that does not exist."""
-    held_out = is_validation(table)
-    path = config.validation.dataset_path if held_out else config.training.dataset_path
-    if is_placeholder(config, path):
+def _made(wanted: WantedSource, vocab_size: int | None, preparer: Preparer) -> MadeRows:
+    """Returns random tokens, or generated images for a model that takes images."""
+    config, images = wanted.config, wanted.made_images()
+    if isinstance(images, RandomImages) and wanted.missing is not None:
+        used = "validated" if wanted.is_for_validation else "trained"
         shape = " × ".join(map(str, images.shape))
         preparer.report(
-            f"note: {path} does not exist, so the model is {'validated' if held_out else 'trained'}"
-            f" on {len(images):,} random images of {shape} ({table}.dataset_path; set "
+            f"note: {wanted.missing} does not exist, so the model is {used} on {len(images):,} "
+            f"random images of {shape} ({wanted.table}.dataset_path; set "
             'images.if_missing = "error" to stop instead)'
         )
+    if images is not None:
+        return images
+    size = trained_size(config.data, None) if vocab_size is None else vocab_size
+    return RandomBlocks(size, config.debug.seed)
 
 
-def check_made_by(layout: CorpusLayout, config: JobConfig, table: str) -> None:
+def _check_made_by(layout: CorpusLayout, wanted: WantedSource) -> None:
     """Raises an error if a corpus of conversations was built with different settings."""
-    if config.sft.shape == "off" or layout.made_by is None:
+    if wanted.config.sft.shape == "off" or layout.made_by is None:
         return
-    writer = writer_for(config, length_of_rows(config, table), layout.tokenizer_path)
+    writer = writer_for(wanted.config, wanted.seq_len, layout.tokenizer_path)
     before = {key: value for key, value in layout.made_by.items() if key != "columns"}
     if changes := changed_keys(before, writer.identity):
         raise DataError(
@@ -135,7 +114,7 @@ def check_made_by(layout: CorpusLayout, config: JobConfig, table: str) -> None:
 
 
 def open_built(folder: Path) -> Corpus:
-    corpus = open_corpus(folder)
+    corpus = Corpus(folder)
     if not corpus.is_complete:
         raise DataError(f"{folder} is incomplete: finish it with `overland data build`")
     return corpus
@@ -146,24 +125,17 @@ def built_corpora(config: JobConfig) -> dict[str, AnyCorpus]:
     return {
         name: open_built(folder)
         for name, wanted in sources_of(config).items()
-        if (folder := find_built(name, wanted, config.data))
+        if (folder := wanted.built)
     }
 
 
 def open_streamed(
-    folder: Path,
-    open_source: Callable[[], Source] | None,
-    tokenizer: Tokenizer | None,
-    config: JobConfig,
-    processes: int,
+    folder: Path, wanted: WantedSource, tokenizer: Tokenizer | None, preparer: Preparer
 ) -> Corpus:
-    return open_corpus(
-        folder,
-        open_source,
-        (lambda: tokenizer) if tokenizer is not None else None,
-        processes=processes,
-        cache_bytes=int(config.data.cache_gb * 1e9),
-    )
+    """Opens a corpus that is laid out, and whose shards are made while it is read."""
+    cache_bytes = int(wanted.config.data.cache_gb * 1e9)
+    processes = _processes(wanted.config) * preparer.tokenizes
+    return Corpus(folder, wanted.open, tokenizer, processes=processes, cache_bytes=cache_bytes)
 
 
 def reopen_planned(
@@ -178,29 +150,25 @@ def reopen_planned(
     for BOS or bad documents, or None. Every rank does this on its own, because some may have failed
     to read the checkpoint that needs it."""
     wanted = sources_of(config).get(name)
-    if wanted is None or is_made(name, wanted) or find_built(name, wanted, config.data):
+    if wanted is None or wanted.is_made or wanted.built:
         return None
-    source = partial(open_wanted, config, training_table(config, name), name, wanted)
     found = find_corpus(streams_root(config), fingerprint)
     tokenizers = _policies(config, tokenizer)
     # Documents that were read are the same whether bad ones stop the run or are skipped.
-    policies = itertools.product(tokenizers, ("error", "skip")) if found is None else ()
-    for one, bad in policies:
-        data = config.data.model_copy(update={"bad_documents": bad})
-        asked = config.model_copy(update={"data": data})
-        path = laid_out_by(name, source(), one, asked, vocab_size)
+    policies = itertools.product(tokenizers, (False, True)) if found is None else ()
+    for one, skips in policies:
+        path = laid_out_by(wanted, wanted.open(), one, vocab_size, skips)
         if path.name.endswith(fingerprint):
             found = path
             break
-    now = source()
+    now = wanted.open()
     if found is None or source_changes(found, now) or changed_settings(found, now):
         return None
     if is_of_another_tokenizer(found, config, tokenizer):
         return None
     made_by = read_layout(found).tokenizer
     same = (one for one in tokenizers if one is not None and one.fingerprint == made_by)
-    tokenizer = next(same, None)
-    return open_streamed(found, source, tokenizer, config, _processes(config) * preparer.tokenizes)
+    return open_streamed(found, wanted, next(same, None), preparer)
 
 
 def find_corpus(root: Path, fingerprint: str) -> Path | None:
@@ -243,25 +211,25 @@ def is_of_another_tokenizer(folder: Path, config: JobConfig, tokenizer: Tokenize
 
 
 def laid_out_by(
-    name: str,
+    wanted: WantedSource,
     source: Source,
     tokenizer: Tokenizer | None,
-    config: JobConfig,
     vocab_size: int | None,
+    skip_bad: bool,
     report: Callable[[str], None] = lambda message: None,
 ) -> Path:
     """Lays out a corpus with the settings of the config."""
-    data = config.data
+    config = wanted.config
     if tokenizer is None and source.kind == "text":  # perhaps for a model that takes arrays
-        require_fields(name, None, taken_by_model(config), model_name(config))
+        require_fields(wanted.name, None, taken_by_model(config), model_name(config))
     with named_by_keys():
         return lay_out(
-            name,
+            wanted.name,
             source,
             tokenizer,
             streams_root(config),
-            shard_documents=shard_documents(data),
-            skip_bad=data.bad_documents == "skip",
+            shard_documents=shard_documents(config.data),
+            skip_bad=skip_bad,
             vocab_size=vocab_size,
             report=report,
         )
@@ -293,21 +261,18 @@ def trained_size(data: Settings, vocab_size: int | None) -> int:
     return TOKENIZER_SIZE if vocab_size is None else min(TOKENIZER_SIZE, vocab_size)
 
 
-def _stream(
-    name: str,
-    open_source: Callable[[], Source],
-    config: JobConfig,
-    tokenizer: Tokenizer | None,
-    vocab_size: int | None,
-    preparer: Preparer,
-) -> Corpus:
-    root = streams_root(config)
+def _laid_out(
+    wanted: WantedSource, tokenizer: Tokenizer | None, vocab_size: int | None, preparer: Preparer
+) -> Path:
+    """Returns the folder of a corpus that is made while it is read, on every rank."""
+    config, name = wanted.config, wanted.name
+    root, skips = streams_root(config), config.data.bad_documents == "skip"
 
     def prepare() -> str:
-        source = open_source()
+        source = wanted.open()
         for note in source.notes:
             preparer.report(f"note: {name}: {note}")
-        folder = laid_out_by(name, source, tokenizer, config, vocab_size, preparer.report)
+        folder = laid_out_by(wanted, source, tokenizer, vocab_size, skips, preparer.report)
         return folder.name.rpartition("-")[2]
 
     fingerprint = preparer.once(prepare)
@@ -321,16 +286,14 @@ def _stream(
     elif not (folder / "shards").exists():
         how = "tokenized" if read_layout(folder).tokenizer is not None else "converted to shards"
         preparer.report(f"{name} is {how} ahead of training, in {folder}")
-    return open_streamed(
-        folder, open_source, tokenizer, config, _processes(config) * preparer.tokenizes
-    )
+    return folder
 
 
 def _complete_in(root: Path, fingerprint: str) -> str:
     """Returns the folder of a corpus that `overland data build` has completed there, or nothing. A
     run with a data.cache_folder would tokenize it again."""
     found = find_corpus(root, fingerprint)
-    return str(found) if found is not None and open_corpus(found).is_complete else ""
+    return str(found) if found is not None and Corpus(found).is_complete else ""
 
 
 def _processes(config: JobConfig) -> int:

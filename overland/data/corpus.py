@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.corpus_folder import CorpusLayout, read_layout
-from overland.data.layout import lay_out
 from overland.data.shard import Shard, open_shard
 from overland.data.shard_maker import Claims, ShardMaker, sweep
 from overland.data.sources.source import Kind, Source
@@ -26,8 +25,6 @@ from overland.data.tokenizer import Tokenizer
 from overland.data.workers import CannotStart, Workers
 from overland.errors import DataError
 from overland.words import counted_words
-
-__all__ = ["Corpus", "lay_out", "open_corpus"]
 
 KEPT_CALLS = 3  # shards expected in this call or the two before count as in use
 OPEN_SHARDS = 64  # each keeps a file open, and the limit per process is often 1,024
@@ -41,38 +38,25 @@ FEW_SHARDS = 2
 FEW_DOCUMENTS = 8192
 
 
-def open_corpus(
-    folder: Path,
-    open_source: Callable[[], Source] | None = None,
-    open_tokenizer: Callable[[], Tokenizer] | None = None,
-    *,
-    processes: int = 0,
-    cache_bytes: int | None = None,
-    wait: bool = True,
-) -> Corpus:
-    """Opens a corpus that was laid out; every rank calls this.
-
-    With `open_source` (and `open_tokenizer`, for text), missing shards can be made. On one rank per
-    node, `processes` background processes make the shards that are expected, and other shards are
-    deleted while the total size exceeds `cache_bytes`. Without `wait`, a missing shard that no one
-    is making is made here at once, without waiting for others to begin.
-    """
-    return Corpus(read_layout(folder), open_source, open_tokenizer, processes, cache_bytes, wait)
-
-
 class Corpus:
-    """The numbered shards of one corpus, made ahead of time or on demand."""
+    """The numbered shards of one corpus that was laid out, made ahead of time or on demand. Every
+    rank opens it."""
 
     def __init__(
         self,
-        layout: CorpusLayout,
-        open_source: Callable[[], Source] | None,
-        open_tokenizer: Callable[[], Tokenizer] | None,
-        processes: int,
-        cache_bytes: int | None,
-        wait: bool,
+        folder: Path,
+        open_source: Callable[[], Source] | None = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        processes: int = 0,
+        cache_bytes: int | None = None,
+        wait: bool = True,
     ) -> None:
-        self.layout = layout
+        """With `open_source` (and the tokenizer, for text), missing shards can be made. On one rank
+        per node, `processes` background processes make the shards that are expected, and other
+        shards are deleted while the total size exceeds `cache_bytes`. Without `wait`, a missing
+        shard that no one is making is made here at once, without waiting for others to begin."""
+        self.layout = layout = read_layout(folder)
         self.name, self.folder, self.fingerprint = layout.name, layout.folder, layout.fingerprint
         self.num_shards = layout.num_shards
         self.documents_per_shard = layout.documents_per_shard
@@ -80,7 +64,7 @@ class Corpus:
         self.kind: Kind = layout.kind
         self.arrays, self.channels = layout.arrays, layout.channels or {}
         self.dtype = layout.dtype
-        self.open_source, self._open_tokenizer = open_source, open_tokenizer
+        self.open_source, self.tokenizer = open_source, tokenizer
         self._processes = processes
         self._is_little = self.num_shards <= FEW_SHARDS and (
             self.documents_per_shard <= FEW_DOCUMENTS
@@ -245,9 +229,7 @@ class Corpus:
 
     def parts(self) -> tuple[Source, Tokenizer | None]:
         assert self.open_source is not None
-        if self.kind == "tokens" or self._open_tokenizer is None:
-            return self.open_source(), None
-        return self.open_source(), self._open_tokenizer()
+        return self.open_source(), self.tokenizer if self.kind == "text" else None
 
     def _count(self, number: int, shard: Shard) -> None:
         if not shard.info.num_documents:

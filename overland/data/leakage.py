@@ -10,20 +10,18 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 from overland.config.schema import DataSource, JobConfig
-from overland.data.corpus_folder import is_corpus, read_layout
-from overland.data.registry import find_built, find_folder, is_built_in, is_made
+from overland.data.corpus_folder import read_layout
+from overland.data.registry import is_built_in
 from overland.data.sources import Source
 from overland.data.sources.file_marks import FileMark, has_mark, marks_of_files
 from overland.data.wanted import (
     CHOICES,
+    VALIDATION,
+    WantedSource,
     held_out_sources,
-    open_wanted,
-    refuse_choices,
     sources_of,
     takes_images,
-    training_table,
     validates_on_holdout,
-    validation_table,
 )
 from overland.errors import DataError
 from overland.words import any_of
@@ -35,20 +33,20 @@ MOST_SHARED = 0.01
 OWN_VALIDATION = ("stdlib", "stdlib_heldout", "random")
 """Training sources for which validation on the held-out standard library is expected."""
 
-Named = tuple[str, DataSource]
-
 
 def check_held_out(config: JobConfig) -> None:
     """Raises an error if validation would read training data, unless the config allows it."""
+    held_out, trained = held_out_sources(config), sources_of(config)
     if validates_on_holdout(config):
-        choices = {key: getattr(config.validation, key) for key in CHOICES}
-        refuse_choices(DataSource(**choices), "validation", "what data.holdout holds out")
-        if all(is_made(*one) for one in sources_of(config).items()):
+        asked = DataSource(**{key: getattr(config.validation, key) for key in CHOICES})
+        on_holdout = WantedSource(config, VALIDATION, "", asked)
+        on_holdout.refuse_choices("what data.holdout holds out")
+        if all(one.is_made for one in trained.values()):
             raise DataError(
                 "data.holdout holds out documents for validation, but random tokens have no "
                 "documents: name other data in [validation]"
             )
-    if config.sft.shape != "off" and "stdlib_heldout" in held_out_sources(config):
+    if config.sft.shape != "off" and "stdlib_heldout" in held_out:
         raise DataError(
             "validation reads stdlib_heldout by default, which has no conversations: set "
             "data.holdout = 0.02 to hold out some of the training data, or set "
@@ -57,9 +55,9 @@ def check_held_out(config: JobConfig) -> None:
     _refuse_twice(config)
     if config.validation.allow_training_data:
         return
-    for held in held_out_sources(config).items():
-        for trained in sources_of(config).items():
-            if file := _shared(config, held, trained):
+    for held in held_out.values():
+        for one in trained.values():
+            if file := _shared(held, one):
                 holdout = (
                     "set data.holdout = 0.01 instead to hold out some documents for validation, "
                     if not takes_images(config)  # images cannot be held out
@@ -75,8 +73,8 @@ def foreign_validation(config: JobConfig) -> str | None:
     """Returns a note if validation reads the standard library but training reads something else."""
     training = sources_of(config)
     if "stdlib_heldout" not in held_out_sources(config) or any(
-        wanted.path is None and (wanted.dataset or name).partition(":")[0] in OWN_VALIDATION
-        for name, wanted in training.items()
+        wanted.asked.path is None and wanted.dataset.partition(":")[0] in OWN_VALIDATION
+        for wanted in training.values()
     ):
         return None
     return (
@@ -104,9 +102,8 @@ def _refuse_twice(config: JobConfig) -> None:
             )
     seen: dict[tuple[str, ...], str] = {}
     for name, wanted in held_out_sources(config).items():
-        folder = find_folder(name, wanted, config.data)
-        place = wanted.dataset or name if folder is None else str(folder.resolve())
-        what = (place, *(str(getattr(wanted, key)) for key in CHOICES))
+        place = wanted.dataset if wanted.folder is None else str(wanted.folder.resolve())
+        what = (place, *(str(getattr(wanted.asked, key)) for key in CHOICES))
         if what in seen:
             raise DataError(
                 f"validation has {place} twice, as {seen[what]} and as {name}: remove one of them"
@@ -114,37 +111,26 @@ def _refuse_twice(config: JobConfig) -> None:
         seen[what] = name
 
 
-def _shared(
-    config: JobConfig, held: tuple[str, DataSource], trained: tuple[str, DataSource]
-) -> str | None:
+def _shared(held: WantedSource, trained: WantedSource) -> str | None:
     """Returns a file or source that both read, if any."""
-    if not _may_share(config, held, trained):
+    if not _may_share(held, trained):
         return None
-    one = _opened(config, validation_table(config, held[0]), *held)
-    other = _opened(config, training_table(config, trained[0]), *trained)
-    names = [wanted.dataset or name for name, wanted in (held, trained)]
+    one, other = (wanted.built or wanted.open() for wanted in (held, trained))
     has_files = any(isinstance(source, Path) or source.files for source in (one, other))
-    if not has_files and names[0] == names[1]:  # user-defined sources are compared by name
-        return names[0]
+    if not has_files and held.dataset == trained.dataset:  # sources of users, compared by name
+        return held.dataset
     return _first_shared(one, other)
 
 
-def _opened(config: JobConfig, table: str, name: str, wanted: DataSource) -> Source | Path:
-    """Returns a source, or the folder of a built corpus."""
-    built = find_built(name, wanted, config.data)
-    return open_wanted(config, table, name, wanted) if built is None else built
-
-
-def _may_share(config: JobConfig, one: Named, other: Named) -> bool:
+def _may_share(one: WantedSource, other: WantedSource) -> bool:
     """Whether both are there, so that their files can be compared."""
-    if is_made(*one) or is_made(*other):
+    if one.is_made or other.is_made:
         return False
-    folders = [find_folder(name, wanted, config.data) for name, wanted in (one, other)]
-    if any(folder is not None and is_corpus(folder) for folder in folders):
+    if one.built or other.built:
         return True
-    if None in folders:  # built in, registered, or not on this machine yet
-        return all(is_built_in(wanted.dataset or name) for name, wanted in (one, other))
-    return all(folder is not None and folder.exists() for folder in folders)
+    if one.folder is None or other.folder is None:  # not a file, or not on this machine yet
+        return is_built_in(one.dataset) and is_built_in(other.dataset)
+    return one.folder.exists() and other.folder.exists()
 
 
 def _first_shared(held: Source | Path, trained: Source | Path) -> str | None:

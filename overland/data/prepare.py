@@ -16,8 +16,8 @@ from overland.data.corpora import (
     Preparer,
     built_corpora,
     changed_source,
+    corpus_of,
     find_corpus,
-    open_named_corpus,
     open_streamed,
     reopen_planned,
 )
@@ -47,11 +47,8 @@ from overland.data.tokenizer_choice import (
 )
 from overland.data.wanted import (
     held_out_sources,
-    open_wanted,
     sources_of,
-    training_table,
     validates_on_holdout,
-    validation_table,
 )
 from overland.data.windows import Reading
 from overland.errors import DataError
@@ -142,10 +139,7 @@ def training_data(
     tokenizer = tokenizer_for(config, wanted, vocab_size, preparer)
     reading = Reading(seed, True, data.window_documents, memory, writes)
     corpora = {
-        name: open_named_corpus(
-            training_table(config, name), name, source, config, tokenizer, vocab_size, preparer
-        )
-        for name, source in wanted.items()
+        name: corpus_of(one, tokenizer, vocab_size, preparer) for name, one in wanted.items()
     }
     tokenizer = one_tokenizer(tokenizer, corpora, asked_policy(config))
     if tokenizer is not None and tokenizer.bos_id is not None and tokenizer.bos_because:
@@ -158,7 +152,7 @@ def training_data(
         first_batch=0,
         global_batch_size=global_batch_size,
         seq_len=training.seq_len,
-        weights={name: source.weight for name, source in wanted.items()},
+        weights={name: one.asked.weight for name, one in wanted.items()},
         packing=data.packing,
         last_block=data.last_block,
         document_mask=data.document_mask,
@@ -172,9 +166,9 @@ def training_data(
     documents = _of_documents(corpora)
     planned = {
         name: PlannedSource(
-            corpora[name].fingerprint, source.max_epochs, share if name in documents else 0.0
+            corpora[name].fingerprint, one.asked.max_epochs, share if name in documents else 0.0
         )
-        for name, source in wanted.items()
+        for name, one in wanted.items()
     }
     for name in documents:
         if name in empty:
@@ -184,9 +178,8 @@ def training_data(
     plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
     name = training.dataset if len(wanted) == 1 else "mixture"
     rows = Sampler(plan, corpora, reading)
-    return Dataset(
-        name, rows, tokenizer, partial(reopen_planned, config, tokenizer, vocab_size, preparer)
-    )
+    reopen = partial(reopen_planned, config, tokenizer, vocab_size, preparer)
+    return Dataset(name, rows, tokenizer, reopen)
 
 
 def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
@@ -198,21 +191,19 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
     tokenizer = tokenizer_of(run, config.data) if (run / TOKENIZER).is_dir() else None
     wanted = sources_of(config)
     corpora: dict[str, AnyCorpus] = {}
+    reader = Preparer(tokenizes=False)
     for name in plan.sources:
-        table = training_table(config, name)
-        if name in folders and is_corpus(Path(folders[name])):
+        folder, source = Path(folders.get(name, "")), wanted.get(name)
+        if name in folders and is_corpus(folder):
             # A source that is no longer in the config can be read as far as its shards exist.
-            source = (
-                partial(open_wanted, config, table, name, wanted[name]) if name in wanted else None
+            corpora[name] = (
+                Corpus(folder)
+                if source is None
+                else open_streamed(folder, source, tokenizer, reader)
             )
-            corpora[name] = open_streamed(
-                Path(folders[name]), source, tokenizer, config, processes=0
-            )
-        elif name in wanted:
-            corpora[name] = open_named_corpus(
-                table, name, wanted[name], config, tokenizer, vocab_size, Preparer()
-            )
-    reopen = partial(reopen_planned, config, tokenizer, vocab_size, Preparer(tokenizes=False))
+        elif source is not None:
+            corpora[name] = corpus_of(source, tokenizer, vocab_size, Preparer())
+    reopen = partial(reopen_planned, config, tokenizer, vocab_size, reader)
     corpora = _as_planned(plan, corpora, reopen)
     reading = Reading(plan.seed, True, plan.window_documents, run / "data")
     rows = Sampler(plan, corpora, reading)
@@ -244,19 +235,16 @@ def validation_data(
     # few of them. Notes were already reported for the training data.
     quiet = replace(preparer, report=lambda message: None)
     trained = {
-        name: open_named_corpus(
-            training_table(config, name), name, source, config, tokenizer, vocab_size, quiet
-        )
-        for name, source in (sources_of(config).items() if on_holdout else ())
+        name: corpus_of(one, tokenizer, vocab_size, quiet)
+        for name, one in (sources_of(config).items() if on_holdout else ())
     }
     share, empty = _share_held_out(config.data, trained, quiet)
     for name in _of_documents(trained):
         if name not in empty:
             held = replace(segment, weights={name: 1.0})
             datasets.append(_held_out_set(name, trained[name], held, tokenizer, config, share))
-    for name, source in held_out_sources(config).items():
-        table = validation_table(config, name)
-        corpus = open_named_corpus(table, name, source, config, tokenizer, vocab_size, preparer)
+    for name, one in held_out_sources(config).items():
+        corpus = corpus_of(one, tokenizer, vocab_size, preparer)
         held = replace(segment, weights={name: 1.0})
         datasets.append(_held_out_set(name, corpus, held, tokenizer, config))
     return datasets

@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 
 from overland.config.schema import Data as Settings
-from overland.config.schema import DataSource, JobConfig
+from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import CorpusLayout, read_layout
 from overland.data.plan import kept_plan
-from overland.data.registry import find_built
 from overland.data.sampler import AnyCorpus
 from overland.data.sft import tokenizer_for_chats
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
+from overland.data.wanted import WantedSource
 from overland.errors import DataError
 from overland.plugins import plugin
 from overland.run_folder import TOKENIZER
@@ -29,7 +29,10 @@ OF_TRAINING = "that of the training data"
 
 
 def tokenizer_for(
-    config: JobConfig, wanted: Mapping[str, DataSource], vocab_size: int | None, preparer: Preparer
+    config: JobConfig,
+    wanted: Mapping[str, WantedSource],
+    vocab_size: int | None,
+    preparer: Preparer,
 ) -> Tokenizer | None:
     """Opens the model's own tokenizer, or one trained on the training text, in `data.folder`."""
     opened = partial(open_tokenizer, config=config, wanted=wanted, preparer=preparer)
@@ -44,14 +47,14 @@ def tokenizer_for(
 
 
 def open_tokenizer(
-    path: Path, config: JobConfig, wanted: Mapping[str, DataSource], preparer: Preparer
+    path: Path, config: JobConfig, wanted: Mapping[str, WantedSource], preparer: Preparer
 ) -> Tokenizer:
     """Opens a tokenizer with the policy of the config, of the run that is resumed, of a built
     corpus, or its own, in this order."""
     if config.sft.shape != "off":
         return tokenizer_for_chats(config)
     asked = asked_policy(config)
-    built, folder = preparer.once(partial(_built_policy, config, wanted))
+    built, folder = preparer.once(partial(_built_policy, wanted))
     known = (asked.add_eos, preparer.policy.add_eos, built.add_eos)
     add_eos = next((one for one in known if one is not None), True)
     tokenizer = Tokenizer(path, add_bos=asked.add_bos, add_eos=add_eos)
@@ -132,10 +135,10 @@ def kept_policy(run: Path) -> Policy:
     return Policy(*(one if isinstance(one, bool) else None for one in found))
 
 
-def _built_policy(config: JobConfig, wanted: Mapping[str, DataSource]) -> tuple[Policy, str]:
+def _built_policy(wanted: Mapping[str, WantedSource]) -> tuple[Policy, str]:
     """Returns the policy of the first built text corpus among the sources, and its folder."""
-    for name, source in wanted.items():
-        if folder := find_built(name, source, config.data):
+    for one in wanted.values():
+        if folder := one.built:
             layout = read_layout(folder)
             if layout.kind == "text":
                 return Policy(layout.add_bos, layout.add_eos), str(folder)

@@ -115,7 +115,7 @@ def _once_over(run: Run, dataset: Dataset) -> Iterator[Batch]:
     read completely, even if this session has fewer steps, since the next may have more. A mixture
     of several has no common end."""
     seen: set[int] = set()
-    sources = [one for one in sources_of(run.config).values() if one.weight]
+    sources = [one for one in sources_of(run.config).values() if one.asked.weight]
     is_mixture = dataset is run.dataset and len(sources) > 1
     count = run.config.training.steps if is_mixture else dataset.rows.num_batches()
     for number in range(count):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from overland.cli.data_build import check_apart, find_part, report_bos
-from overland.data.corpus import open_corpus
+from overland.data.corpus import Corpus
 from overland.data.corpus_folder import read_layout
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
@@ -40,7 +40,7 @@ def test_build_ends_with_a_table_and_the_line_for_a_config(here: Path) -> None:
     assert folder.parent == here / "data"
     assert folder.name.startswith("lines-")
     assert page.endswith(f'[training]\ndataset_path = "{folder}"\n')
-    corpus = open_corpus(folder)
+    corpus = Corpus(folder)
     assert corpus.is_complete
     found = json.loads(overland("data", "inspect", str(folder), "--json", cwd=here).stdout)
     assert (found["format"], found["documents"]) == ("corpus", 60)
@@ -55,7 +55,7 @@ def test_build_as_json_says_all_it_did(here: Path) -> None:
     found = json.loads(overland(*words, cwd=here).stdout)
     assert found["complete"]
     assert (found["documents"], found["skipped"], found["shards"], found["made"]) == (60, 0, 1, 1)
-    corpus = open_corpus(here / found["folder"])
+    corpus = Corpus(here / found["folder"])
     assert corpus.name == "words"
     assert corpus.shard(0).tokens[-1] != corpus.eos_id
     again = json.loads(overland(*words, cwd=here).stdout)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.corpus import Corpus, open_corpus
+from overland.data.corpus import Corpus
 from overland.data.layout import lay_out
 from overland.data.plan import Plan, PlannedSource, Segment
 from overland.data.sampler import Sampler
@@ -51,7 +51,7 @@ class Distinct(Numbered):
 
 def make_corpus(name: str, source: Any, root: Path, built: bool = False) -> Corpus:
     folder = lay_out(name, source, None, root, shard_documents=6, vocab_size=VOCABULARY)
-    corpus = open_corpus(folder, lambda: source, wait=False)
+    corpus = Corpus(folder, lambda: source, wait=False)
     if built:
         sizes = [corpus.shard(number).info[:2] for number in range(corpus.num_shards)]
         np.save(corpus.layout.sizes_path, np.asarray(sizes, np.int64))

@@ -13,7 +13,7 @@ import numpy as np
 
 from overland.apps.data.build import build
 from overland.apps.data.tokenizer_training import train_tokenizer
-from overland.data.corpus import Corpus, open_corpus
+from overland.data.corpus import Corpus
 from overland.data.corpus_folder import read_layout
 from overland.data.layout import lay_out
 from overland.data.sources import Document, JsonLines, Kind
@@ -105,7 +105,7 @@ def slow_lines_of(folder: Path, seconds: float = 0.1) -> SlowLines:
 def streamed(folder: Path, tokenizer: Tokenizer, root: Path, **options: object) -> Corpus:
     """A corpus of which each file is a shard, nothing made yet."""
     corpus = lay_out("lines", lines_of(folder), tokenizer, root, shard_documents=1)
-    return open_corpus(corpus, lambda: lines_of(folder), lambda: tokenizer, **options)  # type: ignore[arg-type]
+    return Corpus(corpus, lambda: lines_of(folder), tokenizer, **options)  # type: ignore[arg-type]
 
 
 def built(folder: Path, tokenizer: Tokenizer, root: Path, processes: int = 2) -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
-from overland.data.corpus import open_corpus
+from overland.data.corpus import Corpus
 from overland.data.layout import lay_out
 from overland.data.sources import open_source
 from overland.data.tokenizer import UNKNOWN, Tokenizer
@@ -77,7 +77,7 @@ def test_a_corpus_is_trained_on_as_it_was_built(
     asks for something else is refused in both cases."""
     built = Tokenizer(tokenizer.path, add_bos=add_bos, add_eos=add_eos)
     source = open_source(write_lines(tmp_path / "lines", 1))
-    corpora = {"lines": open_corpus(lay_out("lines", source, built, tmp_path / "built"))}
+    corpora = {"lines": Corpus(lay_out("lines", source, built, tmp_path / "built"))}
     folder = corpora["lines"].folder
     given = opened(job(tmp_path / "run", folder), tokenizer, Preparer())
     assert given.fingerprint == built.fingerprint
@@ -96,7 +96,7 @@ def test_corpora_of_different_policies_are_not_mixed(tmp_path: Path, tokenizer: 
     source = open_source(write_lines(tmp_path / "lines", 1))
     bare = Tokenizer(tokenizer.path, add_eos=False)
     folders = [lay_out("lines", source, one, tmp_path / "built") for one in (bare, bare, tokenizer)]
-    corpora = dict(zip("abc", map(open_corpus, folders), strict=True))
+    corpora = dict(zip("abc", map(Corpus, folders), strict=True))
     with pytest.raises(DataError, match=r"c was made with another .* \(with BOS and with EOS\)"):
         one_tokenizer(None, corpora)
     del corpora["c"]

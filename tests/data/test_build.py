@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from overland.apps.data.build import build
-from overland.data.corpus import open_corpus
+from overland.data.corpus import Corpus
 from overland.data.corpus_folder import read_layout
 from overland.data.layout import lay_out
 from overland.data.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ def test_one_file_is_built_in_parts(
     assert build(folder, source, tokenizer, processes=2, part=(0, 2)).totals is None
     assert 0 < len(layout.made()) < layout.num_shards
     assert build(folder, source, tokenizer, processes=2, part=(1, 2)).totals is not None
-    corpus = open_corpus(folder)
+    corpus = Corpus(folder)
     shards = [corpus.shard(number) for number in range(corpus.num_shards)]
     made = [one.document(i).tolist() for one in shards for i in range(one.info.num_documents)]
     assert [tokenizer.decode(ids) for ids in made] == texts
@@ -96,7 +96,7 @@ def test_processes_build_what_one_process_makes(
     folder = built(lines, tokenizer, tmp_path)
     assert bytes_of(folder) == expected
     assert leftovers(folder) == []
-    corpus = open_corpus(folder)
+    corpus = Corpus(folder)
     assert corpus.is_complete
     sizes = corpus.sizes()
     assert sizes is not None
@@ -158,7 +158,7 @@ def test_a_process_that_is_killed_is_replaced(
     os.kill(children_of(process.pid)[0], signal.SIGKILL)
     assert process.wait(60) == 0
     assert bytes_of(folder) == expected
-    assert open_corpus(folder).is_complete
+    assert Corpus(folder).is_complete
 
 
 def test_two_builders_share_the_work(
@@ -178,7 +178,7 @@ def test_two_builders_share_the_work(
         thread.join()
     assert sum(made) == 12
     assert bytes_of(folder) == expected
-    assert open_corpus(folder).is_complete
+    assert Corpus(folder).is_complete
 
 
 def test_bad_content_ends_a_build_and_names_the_record(
@@ -189,7 +189,7 @@ def test_bad_content_ends_a_build_and_names_the_record(
     folder = lay_out("lines", lines_of(lines), tokenizer, tmp_path, shard_documents=1)
     with pytest.raises(DataError, match=r"007\.jsonl:21: not a JSON object"):
         build(folder, lines_of(lines), tokenizer, processes=2)
-    assert not open_corpus(folder).is_complete
+    assert not Corpus(folder).is_complete
 
 
 def test_a_file_that_changes_between_two_parts_is_named(

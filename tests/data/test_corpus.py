@@ -11,7 +11,7 @@ import pytest
 from overland.apps.data.build import build
 from overland.data import corpus as corpus_module
 from overland.data import shard as shard_module
-from overland.data.corpus import Corpus, open_corpus
+from overland.data.corpus import Corpus
 from overland.data.layout import lay_out
 from overland.data.sampler import Sampler
 from overland.data.sources import Document, Source, open_source
@@ -32,7 +32,7 @@ from tests.data.making import (
 
 def opened(source: Source, tokenizer: Tokenizer | None, root: Path, **policy: object) -> Corpus:
     folder = lay_out("a", source, tokenizer, root, **policy)  # type: ignore[arg-type]
-    return open_corpus(folder, lambda: source, lambda: tokenizer, wait=False)  # type: ignore[arg-type,return-value]
+    return Corpus(folder, lambda: source, tokenizer, wait=False)  # type: ignore[arg-type,return-value]
 
 
 def test_shards_hold_every_document_in_the_order_of_the_source(
@@ -72,7 +72,7 @@ def test_a_built_corpus_needs_neither_source_nor_tokenizer(
     folder = built(lines, tokenizer, tmp_path)
     for path in lines.iterdir():
         path.unlink()
-    corpus = open_corpus(folder)
+    corpus = Corpus(folder)
     assert corpus.is_complete
     sizes = corpus.sizes()
     assert sizes is not None
@@ -80,7 +80,7 @@ def test_a_built_corpus_needs_neither_source_nor_tokenizer(
     assert sizes.tolist() == [[s.info.num_documents, s.info.num_tokens] for s in shards]
     corpus.layout.shard_path(1).unlink()
     with pytest.raises(DataError, match=r"0000001\.shard is missing from a complete corpus"):
-        open_corpus(folder).shard(1)
+        Corpus(folder).shard(1)
 
 
 def test_a_shard_that_nobody_makes_is_an_error_in_the_end(
@@ -89,7 +89,7 @@ def test_a_shard_that_nobody_makes_is_an_error_in_the_end(
     monkeypatch.setattr(corpus_module, "PATIENCE_SECONDS", 0.1)
     folder = streamed(write_lines(tmp_path / "lines", 3), tokenizer, tmp_path).folder
     with pytest.raises(DataError, match="missing and no process is making it: run `overland data"):
-        open_corpus(folder).shard(1)
+        Corpus(folder).shard(1)
 
 
 def test_the_stale_claim_of_another_node_costs_no_more_than_a_moment(
@@ -201,13 +201,13 @@ def test_no_shard_is_made_from_a_file_that_was_edited_in_its_middle(
 ) -> None:
     lines = write_lines(tmp_path / "lines", 1, documents_per_file=5000)
     folder = lay_out("a", lines_of(lines), tokenizer, tmp_path)
-    corpus = open_corpus(folder, lambda: lines_of(lines), lambda: tokenizer, wait=False)
+    corpus = Corpus(folder, lambda: lines_of(lines), tokenizer, wait=False)
     os.utime(lines / "000.jsonl", (1, 1))
     assert corpus.shard(0).info.num_documents == 5000
     corpus.layout.shard_path(0).unlink()
     text = (lines / "000.jsonl").read_text()
     (lines / "000.jsonl").write_text(text.replace('"0 2501 ', '"0 2502 '))
-    corpus = open_corpus(folder, lambda: lines_of(lines), lambda: tokenizer, wait=False)
+    corpus = Corpus(folder, lambda: lines_of(lines), tokenizer, wait=False)
     with pytest.raises(DataError, match=r"000\.jsonl changed: its size is the same, but its con"):
         corpus.shard(0)
 
@@ -244,13 +244,13 @@ def test_a_corpus_can_be_read_and_built_as_a_source(tmp_path: Path, tokenizer: T
     source = open_source(folder)
     assert (source.format, source.kind, len(source.chunks())) == ("corpus", "tokens", 3)
     copy = opened(source, None, tmp_path / "copy", vocab_size=300)
-    assert documents_of(copy) == documents_of(open_corpus(folder))
-    path = open_corpus(folder).layout.shard_path(2)
+    assert documents_of(copy) == documents_of(Corpus(folder))
+    path = Corpus(folder).layout.shard_path(2)
     data = path.read_bytes()
     path.write_bytes(data[:100] + b"!!" + data[102:])
     with pytest.raises(DataError, match=r"0000002\.shard is damaged"):
         list(source.read(source.chunks()[2]))
-    assert bytes_of(folder)[0] == open_corpus(folder).layout.shard_path(0).read_bytes()
+    assert bytes_of(folder)[0] == Corpus(folder).layout.shard_path(0).read_bytes()
 
 
 def flip(path: Path, place: int) -> None:
@@ -274,7 +274,7 @@ def test_training_stops_before_it_reads_a_shard_with_a_flipped_bit(
     good = rows_of(plan, {"a": corpus})
     right = [good.read(batch).tokens for batch in range(20)]
     flip(corpus.layout.shard_path(3), place)
-    ranks = [rows_of(plan, {"a": open_corpus(corpus.folder)}) for _ in range(num_ranks)]
+    ranks = [rows_of(plan, {"a": Corpus(corpus.folder)}) for _ in range(num_ranks)]
 
     def train() -> None:
         for batch in range(20):
@@ -304,7 +304,7 @@ def test_each_of_many_ranks_hashes_little_more_than_it_reads(
     plan = one_segment({"a": corpus}, {"a": 1.0}, seq_len=512, global_batch_size=num_ranks)
     for part in (0, 17, 31):
         hashed.clear()
-        rows = rows_of(plan, {"a": open_corpus(corpus.folder)})
+        rows = rows_of(plan, {"a": Corpus(corpus.folder)})
         for batch in range(rows.num_batches()):
             rows.read(batch, part, num_ranks)
         worst = max(worst, sum(hashed))
@@ -315,7 +315,7 @@ def test_each_of_many_ranks_hashes_little_more_than_it_reads(
 def test_damaged_sizes_of_a_corpus_are_found(tmp_path: Path, place: int) -> None:
     corpus = make_corpus("a", Numbered(100, 60), tmp_path, built=True)
     flip(corpus.layout.sizes_path, place)
-    rows = rows_of(one_segment({"a": corpus}, {"a": 1.0}), {"a": open_corpus(corpus.folder)})
+    rows = rows_of(one_segment({"a": corpus}, {"a": 1.0}), {"a": Corpus(corpus.folder)})
     with pytest.raises(DataError, match=r"sizes\.npy is damaged"):
         read_all(rows)
 
@@ -326,7 +326,7 @@ def test_a_shard_deleted_from_a_complete_corpus_is_built_again(
     lines = write_lines(tmp_path / "lines", 3)
     folder = built(lines, tokenizer, tmp_path)
     before = bytes_of(folder)
-    open_corpus(folder).layout.shard_path(1).unlink()
+    Corpus(folder).layout.shard_path(1).unlink()
     build(folder, lines_of(lines), tokenizer, processes=1)
     assert bytes_of(folder) == before
 

@@ -30,7 +30,7 @@ from overland.data.leakage import check_held_out
 from overland.data.prepare import Dataset, training_data
 from overland.data.registry import MADE
 from overland.data.sources.image_files import ArrayList, is_array_list
-from overland.data.wanted import made_images, open_images, sources_of
+from overland.data.wanted import WantedSource, sources_of
 from overland.errors import DataError
 
 TAKEN = {"pixel_values": ("float32", (1, 32, 32))}
@@ -299,7 +299,7 @@ def test_made_images_are_a_function_of_seed_and_number(tmp_path: Path) -> None:
     assert (inside != 0).all()
     assert inside.numel() == batch["pixel_values"].count_nonzero()
     assert abs(inside.std() - 1) < 0.05
-    other = made_images("another", DataSource(dataset="random"), config)
+    other = WantedSource(config, "training", "another", DataSource(dataset="random")).made_images()
     assert other is not None
     one = np.empty((1, 32, 32), np.float32)
     other.fill(0, one)
@@ -318,7 +318,7 @@ def test_lists_that_are_not_there_become_made_images_only_when_asked_for(tmp_pat
     assert "train.csv does not exist, so the model is trained on 7 random images of 1 × 32" in note
     assert 'set images.if_missing = "error" to stop instead' in note
     images(tmp_path)
-    assert sources_of(asked)["train.csv"].path is not None
+    assert sources_of(asked)["train.csv"].asked.path is not None
 
 
 def check_fields(config: JobConfig, model: str, casts: bool) -> None:
@@ -335,7 +335,7 @@ def test_what_the_model_does_not_take_is_refused(tmp_path: Path) -> None:
         check_fields(padded, "another model", casts=False)
     held_out = job(tmp_path, data=Data(folder=str(tmp_path), holdout=0.1))
     with pytest.raises(DataError, match=r"data\.holdout holds out documents of text"):
-        open_images(held_out, "training", "train.csv", sources_of(held_out)["train.csv"])
+        sources_of(held_out)["train.csv"].open_images()
 
 
 def test_a_list_without_files_or_of_what_is_trained_on_says_so(tmp_path: Path) -> None:
@@ -373,7 +373,9 @@ def test_memory_of_a_batch_is_used_again_only_when_nobody_holds_it() -> None:
 
 def test_shapes_are_functions_of_their_number_and_none_is_held_out_twice(tmp_path: Path) -> None:
     config = job(tmp_path, training=Training(dataset="shapes"), images=Images(count=8))
-    trained, held = (made_images(name, DataSource(), config) for name in MADE[1:])
+    trained, held = (
+        WantedSource(config, "training", name, DataSource()).made_images() for name in MADE[1:]
+    )
     assert trained is not None
     assert held is not None
     found = []

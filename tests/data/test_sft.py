@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.sft import CHATML, ConversationSource
 from overland.data.sources import StandardLibrary
 from overland.data.tokenizer import Tokenizer
-from overland.data.wanted import open_wanted, sources_of
+from overland.data.wanted import sources_of
 from overland.errors import DataError
 from tests.data.chats import ASKS, LLAMA3, MARKED, ROLES, TALK, write_lines, write_tokenizer
 from tests.data.sources.test_mds import write_mds
@@ -76,8 +77,8 @@ def job(folder: Path, tokenizer: Path, path: Path, **sections: Any) -> JobConfig
 
 
 def opened(config: JobConfig) -> ConversationSource:
-    ((name, wanted),) = sources_of(config).items()
-    source = open_wanted(config, "training", name, wanted)
+    (wanted,) = sources_of(config).values()
+    source = wanted.open()
     assert isinstance(source, ConversationSource)
     return source
 
@@ -419,8 +420,8 @@ def test_what_is_too_long_names_the_key_that_says_so(tmp_path: Path, tokenizer: 
         samples(opened(config))
     shorter = {"validation": {"seq_len": 16}, "sft": {"too_long": "error"}}
     config = job(tmp_path, tokenizer, path, **shorter)
-    ((name, wanted),) = sources_of(config).items()
-    source = open_wanted(config, "validation", name, wanted)
+    (wanted,) = sources_of(config).values()
+    source = replace(wanted, table="validation").open()
     with pytest.raises(DataError, match=r"tokens, but validation.seq_len = 16 has room for 17"):
         list(source.read(source.chunks()[0]))
 

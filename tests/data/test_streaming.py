@@ -11,7 +11,7 @@ import pytest
 from overland.apps.data.build import build
 from overland.data import corpus as corpus_module
 from overland.data.corpora import Preparer
-from overland.data.corpus import Corpus, open_corpus
+from overland.data.corpus import Corpus
 from overland.data.corpus_folder import CorpusLayout
 from overland.data.layout import lay_out
 from overland.data.prepare import training_data
@@ -42,7 +42,7 @@ def slow(
 ) -> Corpus:
     source = slow_lines_of(lines, seconds)
     folder = lay_out("slow", source, tokenizer, root, shard_documents=1)
-    return open_corpus(folder, lambda: source, lambda: tokenizer, processes=processes)
+    return Corpus(folder, lambda: source, tokenizer, processes=processes)
 
 
 def pids(corpus: Corpus) -> list[int]:
@@ -88,7 +88,7 @@ def test_nothing_is_started_for_a_little_corpus_or_a_built_one(
     assert corpus.shard(1).info.num_documents == 20
     assert corpus.workers is None
     folder = built(write_lines(tmp_path / "more", 5), tokenizer, tmp_path)
-    corpus = open_corpus(folder, processes=2)
+    corpus = Corpus(folder, processes=2)
     corpus.expect(range(5))
     assert corpus.workers is None
 
@@ -194,7 +194,7 @@ def test_the_cache_stays_within_its_bound_while_a_reader_goes_on(
 ) -> None:
     monkeypatch.setattr(corpus_module, "OPEN_SHARDS", 3)
     lines = write_lines(tmp_path / "lines", 30)
-    complete = open_corpus(built(lines, tokenizer, tmp_path / "built"))
+    complete = Corpus(built(lines, tokenizer, tmp_path / "built"))
     bound = sum(map(len, bytes_of(complete.folder))) // 3
     corpus = streamed(lines, tokenizer, tmp_path, processes=2, cache_bytes=bound)
     kept = corpus.shard(0)
@@ -212,7 +212,7 @@ def test_the_cache_stays_within_its_bound_while_a_reader_goes_on(
 
 def test_a_build_is_never_evicted(tmp_path: Path, lines: Path, tokenizer: Tokenizer) -> None:
     folder = built(lines, tokenizer, tmp_path)
-    corpus = open_corpus(folder, processes=1, cache_bytes=1)
+    corpus = Corpus(folder, processes=1, cache_bytes=1)
     for _ in range(5):
         corpus.expect([0])
     (folder / "sizes.npy").unlink()  # a build that is under way
@@ -227,7 +227,7 @@ def test_a_source_that_cannot_be_sent_is_read_here(
     source = lines_of(lines)
     source.tie = lambda: None  # type: ignore[attr-defined]  # which no process can be sent
     folder = lay_out("lines", source, tokenizer, tmp_path, shard_documents=1)
-    corpus = open_corpus(folder, lambda: source, lambda: tokenizer, processes=2)
+    corpus = Corpus(folder, lambda: source, tokenizer, processes=2)
     corpus.expect(range(8))
     assert corpus.workers is None
     assert [corpus.shard(number).info.num_documents for number in range(8)] == [20] * 8

@@ -11,7 +11,7 @@ from overland.config.schema import JobConfig
 from overland.data.layout import lay_out
 from overland.data.leakage import check_held_out
 from overland.data.sources import Document
-from overland.data.wanted import held_out_sources, open_wanted, sources_of
+from overland.data.wanted import held_out_sources, sources_of
 from overland.errors import DataError
 from tests.data.making import lines_of, tokenizer_in, write_lines
 from tests.data.sources.test_huggingface import parquet, save_to_disk
@@ -33,12 +33,12 @@ def config_of(**sections: dict[str, Any]) -> JobConfig:
 
 def held_out(config: JobConfig) -> list[Document]:
     """The documents of all sets that a run would validate on."""
-    sources = [open_wanted(config, "validation", *one) for one in held_out_sources(config).items()]
+    sources = [one.open() for one in held_out_sources(config).values()]
     return [text for one in sources for chunk in one.chunks() for text in one.read(chunk)]
 
 
 def trained_on(config: JobConfig) -> list[Document]:
-    sources = [open_wanted(config, "training", *one) for one in sources_of(config).items()]
+    sources = [one.open() for one in sources_of(config).values()]
     return [text for one in sources for chunk in one.chunks() for text in one.read(chunk)]
 
 
@@ -209,7 +209,7 @@ def test_the_same_keys_choose_everywhere_and_messages_name_them(tmp_path: Path) 
         held_out(config_of(validation=path))
     mixture = config_of(data={"sources": {"mine": {"path": str(tmp_path)}}})
     with pytest.raises(DataError, match=r": set data\.sources\.mine\.column to the column"):
-        open_wanted(mixture, "data.sources.mine", "mine", sources_of(mixture)["mine"])
+        sources_of(mixture)["mine"].open()
     chosen = {**path, "column": "body", "split": "validation"}
     assert trained_on(config_of(training=chosen)) == ["body of validation"]
     assert held_out(config_of(validation={**path, "column": "body"})) == ["body of validation"]
@@ -220,7 +220,7 @@ def test_the_same_keys_choose_everywhere_and_messages_name_them(tmp_path: Path) 
     with pytest.raises(DataError, match=r"'body'.* that of training.column; set validation.column"):
         held_out(config_of(**both))
     both["validation"] = {"dataset": "stdlib_heldout"}  # which has no columns
-    assert held_out_sources(config_of(**both))["stdlib_heldout"].column is None
+    assert held_out_sources(config_of(**both))["stdlib_heldout"].asked.column is None
     with pytest.raises(DataError, match=r"training\.split = 'train': stdlib has no splits"):
         trained_on(config_of(training={"split": "train"}))
 
@@ -233,4 +233,4 @@ def test_the_type_of_bare_ids_is_asked_for_where_it_can_be_set(tmp_path: Path) -
     with pytest.raises(DataError, match=r"set --dtype \(of `overland data build`, and valid"):
         held_out(config_of(validation=path))
     mixture = config_of(data={"sources": {"ids": {"path": str(tmp_path), "dtype": "uint16"}}})
-    open_wanted(mixture, "data.sources.ids", "ids", sources_of(mixture)["ids"])
+    sources_of(mixture)["ids"].open()

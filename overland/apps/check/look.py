@@ -10,26 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from overland.config.schema import DataSource, JobConfig
 from overland.data.arrays import Arrays
 from overland.data.corpora import (
     Preparer,
     check_vocabulary,
+    corpus_of,
     named_by_keys,
-    open_named_corpus,
     shard_documents,
 )
 from overland.data.corpus_folder import CorpusLayout
 from overland.data.holdout import check_countable
 from overland.data.layout import group, policy_of, weigh
-from overland.data.registry import find_built, is_made
 from overland.data.sampler import AnyCorpus
 from overland.data.shard_maker import ShardMaker
 from overland.data.sources import Source
 from overland.data.sources.file_marks import FileMark
 from overland.data.sources.image_files import ArrayList
 from overland.data.tokenizer import Tokenizer
-from overland.data.wanted import is_validation, open_wanted
+from overland.data.wanted import WantedSource
 from overland.errors import DataError
 from overland.words import any_of, counted_words
 
@@ -64,39 +62,36 @@ class Beginning:
 
 
 def look_at(
-    table: str,
-    name: str,
-    wanted: DataSource,
-    config: JobConfig,
+    wanted: WantedSource,
     tokenizer: Tokenizer | Untrained | None,
     vocab_size: int | None,
     preparer: Preparer,
 ) -> AnyCorpus | Beginning:
-    """Does what `open_named_corpus` does, except that a streamed source is not laid out."""
-    if is_made(name, wanted) or find_built(name, wanted, config.data):
-        return open_named_corpus(table, name, wanted, config, None, vocab_size, preparer)
-    source = open_wanted(config, table, name, wanted)
+    """Does what `corpus_of` does, except that a streamed source is not laid out."""
+    config, name = wanted.config, wanted.name
+    if wanted.is_made or wanted.built:
+        return corpus_of(wanted, None, vocab_size, preparer)
+    source = wanted.open()
     if isinstance(source, ArrayList):
         batch = max(config.training.global_batch_size, config.training.local_batch_size)
         source.fill(0, np.empty(source.shape, source.dtype_of_all))
-        if len(source) < batch and not is_validation(table):
+        if len(source) < batch and not wanted.is_for_validation:
             preparer.report(
                 f"note: {name} has {len(source):,} images, less than a batch of {batch:,}"
             )
         return Beginning(source, Arrays.declared(name, source.fields))
-    return _beginning(table, name, source, config, tokenizer, vocab_size, preparer)
+    return _beginning(wanted, source, tokenizer, vocab_size, preparer)
 
 
 def _beginning(
-    table: str,
-    name: str,
+    wanted: WantedSource,
     source: Source,
-    config: JobConfig,
     tokenizer: Tokenizer | Untrained | None,
     vocab_size: int | None,
     preparer: Preparer,
 ) -> Beginning:
     """Tokenizes the first documents."""
+    config, name = wanted.config, wanted.name
     data, training = config.data, config.training
     for note in source.notes:
         preparer.report(f"note: {name}: {note}")
@@ -121,7 +116,7 @@ def _beginning(
         of_these = any_of(counted, "and")
         preparer.report(f"note: {name}: of the first {documents:,} documents, {of_these}")
     is_number = data.holdout and not isinstance(data.holdout, float)
-    if is_number and preparer.holdout is None and not is_validation(table):
+    if is_number and preparer.holdout is None and not wanted.is_for_validation:
         num_shards = count_shards(source, shard_documents(data))
         check_countable(int(data.holdout), name, num_shards, is_built=False)
     batch = max(training.global_batch_size, training.local_batch_size)

@@ -25,7 +25,7 @@ from overland.checkpoint.read import open_checkpoint, refuse_unused, require_fit
 from overland.config.derived import model_name, resolve_dtype
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, in_order
-from overland.config.schema import DataSource, JobConfig
+from overland.config.schema import JobConfig
 from overland.data.arrays import Arrays, require_fields
 from overland.data.corpora import (
     ANOTHER_TOKENIZER,
@@ -43,19 +43,16 @@ from overland.data.holdout import check_fewer, require_both_sides
 from overland.data.leakage import check_held_out
 from overland.data.plan import ChangedSource, Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of, training_data
-from overland.data.registry import find_built, find_folder, is_built_in, is_made
+from overland.data.registry import is_built_in
 from overland.data.sampler import AnyCorpus, NoDocuments
 from overland.data.sources.image_files import is_array_list
 from overland.data.tokenizer import SMALLEST, Tokenizer
 from overland.data.tokenizer_choice import OF_TRAINING, asked_policy, one_tokenizer, tokenizer_for
 from overland.data.wanted import (
     VALIDATION,
+    WantedSource,
     held_out_sources,
-    made_images,
-    open_wanted,
     sources_of,
-    training_table,
-    validation_table,
 )
 from overland.errors import CheckpointError, DataError, MismatchError, ModelError
 from overland.models.build import build_undivided
@@ -151,7 +148,7 @@ class Rehearsal:
     def data(self) -> None:
         """Opens the tokenizer and every source, and reads the beginning of each."""
         config, wanted = self.config, sources_of(self.config)
-        made = {name for name, source in wanted.items() if is_made(name, source)}
+        made = {name for name, one in wanted.items() if one.is_made}
         if config.data.mixture == "documents" and made:
             with self.recorded("data.mixture"):
                 raise NoDocuments
@@ -162,14 +159,17 @@ class Rehearsal:
         self.tokenizer = Untrained(size, add_eos=config.data.add_eos is not False)
         with self.recorded("model.hf_assets_path"):
             if not self.lacks_tokenizer:
-                there = {name: one for name, one in wanted.items() if self.is_there(name, one)}
+                there = {name: one for name, one in wanted.items() if is_there(one)}
                 self.given = tokenizer_for(config, there, self.vocab_size, self.preparer)
             self.tokenizer = self.given or self.tokenizer
         corpora: dict[str, Corpus] = {}
         begun: dict[str, Beginning] = {}
-        for name, source in wanted.items():
-            with self.recorded(self.key_of(name, source)):
-                found = self.look(training_table(config, name), name, source)
+        for name, one in wanted.items():
+            key = one.table
+            if key == "training":
+                key = f"training.dataset{'' if one.asked.path is None else '_path'}"
+            with self.recorded(key):
+                found = self.look(one)
                 corpora |= {name: found} if isinstance(found, Corpus) else {}
                 begun |= {name: found} if isinstance(found, Beginning) else {}
         with self.recorded("data.holdout"):
@@ -191,27 +191,26 @@ class Rehearsal:
         with self.recorded(main if not config.validation.sets else "validation"):
             if config.validation.enable:
                 check_held_out(config)
-        for name, source in held_out_sources(config).items():
-            table = validation_table(config, name)
-            with self.recorded(main if table == VALIDATION else table):
-                found = self.look(table, name, source)
+        for name, one in held_out_sources(config).items():
+            with self.recorded(main if one.table == VALIDATION else one.table):
+                found = self.look(one)
                 if isinstance(found, Corpus) and not isinstance(self.tokenizer, Untrained):
                     one_tokenizer(self.tokenizer, {name: found}, whose=OF_TRAINING)
 
-    def look(self, table: str, name: str, wanted: DataSource) -> AnyCorpus | Beginning | None:
+    def look(self, wanted: WantedSource) -> AnyCorpus | Beginning | None:
         """Looks at a source that is there, and checks that it holds what the model takes."""
         config = self.config
         lacks_chats = self.lacks_tokenizer and config.sft.shape != "off"
-        if self.lacks_model if is_made(name, wanted) else lacks_chats:
+        if self.lacks_model if wanted.is_made else lacks_chats:
             return None
-        if not self.is_there(name, wanted):
+        if not is_there(wanted):
             return None
         model = None if self.lacks_model else model_config(config.model)
         if model is not None and sample_fields(model) is not None:  # before any is read
-            self.require_fields(name, held_by_wanted(config, table, name, wanted), model)
-        found = look_at(table, name, wanted, config, self.tokenizer, self.vocab_size, self.preparer)
+            self.require_fields(wanted.name, held_by_wanted(wanted), model)
+        found = look_at(wanted, self.tokenizer, self.vocab_size, self.preparer)
         if model is not None:
-            self.require_fields(name, getattr(found, "arrays", None), model)
+            self.require_fields(wanted.name, getattr(found, "arrays", None), model)
         return found
 
     def require_fields(self, name: str, arrays: Arrays | None, model: Any) -> None:
@@ -240,18 +239,6 @@ class Rehearsal:
         """Whether the model's tokenizer has yet to be fetched."""
         path = self.config.model.hf_assets_path
         return path is not None and not Path(path).expanduser().exists()
-
-    def is_there(self, name: str, wanted: DataSource) -> bool:
-        """Whether a source need not be fetched, which `checks` reports."""
-        folder = find_folder(name, wanted, self.config.data)
-        if folder is None:
-            return is_built_in(wanted.dataset or name)
-        return folder.exists() or folder.with_name(folder.name + ".idx").exists()
-
-    def key_of(self, name: str, source: DataSource) -> str:
-        if self.config.data.sources:
-            return f"data.sources.{name}"
-        return "training.dataset" if source.path is None else "training.dataset_path"
 
     def start(self) -> None:
         """Checks that the checkpoint to resume, or the weights to start from, fit model and
@@ -289,27 +276,35 @@ class Rehearsal:
             self.problems.append(Problem(words, self.loaded.where(key), key, kind="note"))
 
 
-def held_by_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) -> Arrays | None:
+def is_there(wanted: WantedSource) -> bool:
+    """Whether a source need not be fetched, which `checks` reports."""
+    folder = wanted.folder
+    if folder is None:
+        return is_built_in(wanted.dataset)
+    return folder.exists() or folder.with_name(folder.name + ".idx").exists()
+
+
+def held_by_wanted(wanted: WantedSource) -> Arrays | None:
     """Returns the arrays of a source that a config names, or None for text and tokens."""
-    if is_made(name, wanted):
-        images = made_images(name, wanted, config)
+    if wanted.is_made:
+        images = wanted.made_images()
         return None if images is None else images.arrays
-    source = open_wanted(config, table, name, wanted)
-    return Arrays.declared(name, source.fields) if source.kind == "arrays" else None
+    source = wanted.open()
+    return Arrays.declared(wanted.name, source.fields) if source.kind == "arrays" else None
 
 
 def check_same_tokenizer(plan: Plan, config: JobConfig, tokenizer: Tokenizer) -> None:
     """Raises an error if a run was trained with another tokenizer, as far as the corpora that it
     read still exist."""
     for name, wanted in sources_of(config).items():
-        if name not in plan.sources or find_built(name, wanted, config.data):
+        if name not in plan.sources or wanted.built:
             continue
         before = find_corpus(streams_root(config), plan.sources[name].fingerprint)
         if before is None:
             continue
         if is_of_another_tokenizer(before, config, tokenizer):
             raise ChangedSource(name, (ANOTHER_TOKENIZER,))
-        source = open_wanted(config, training_table(config, name), name, wanted)
+        source = wanted.open()
         if changed_settings(before, source):
             raise changed_source(name, before, source)
 
@@ -387,7 +382,7 @@ def check_holdout(saved: Plan, config: JobConfig, before: Mapping[str, Any]) -> 
     yet."""
     share = config.data.holdout
     for name, source in sources_of(config).items():
-        if name not in saved.sources or is_made(name, source):
+        if name not in saved.sources or source.is_made:
             continue
         if isinstance(share, float) or not share:
             check_same_holdout(name, saved.sources[name].holdout, float(share))
@@ -436,11 +431,11 @@ def known_steps(config: JobConfig, global_batch_size: int) -> int | None:
     """Returns the number of steps, if it can be known without tokenizing anything."""
     if config.training.epochs is None:
         return config.training.steps
-    ((name, wanted),) = ((name, one) for name, one in sources_of(config).items() if one.weight)
-    folder = find_folder(name, wanted, config.data)
+    (wanted,) = (one for one in sources_of(config).values() if one.asked.weight)
+    folder = wanted.folder
     is_list = folder is not None and folder.is_file() and is_array_list(folder)
     is_built = folder is not None and is_corpus(folder) and not config.data.holdout
-    if not (is_made(name, wanted) or is_list or is_built):
+    if not (wanted.is_made or is_list or is_built):
         return None
     dataset = training_data(config, global_batch_size, None, Preparer())
     try:

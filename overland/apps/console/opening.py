@@ -84,7 +84,7 @@ def precision_in_words(config: JobConfig) -> str:
 
 
 def data_in_words(config: JobConfig) -> str:
-    names = _some([name for name, one in sources_of(config).items() if one.weight])
+    names = _some([name for name, one in sources_of(config).items() if one.asked.weight])
     held_out = list(held_out_sources(config))
     if validates_on_holdout(config):
         holdout = config.data.holdout

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from overland.config.derived import model_name
 from overland.config.schema import Data as Settings
-from overland.config.schema import DataSource, JobConfig
+from overland.config.schema import JobConfig
 from overland.data.arrays import require_fields
 from overland.data.corpora import trained_size
-from overland.data.registry import find_built, find_folder, is_made
 from overland.data.sources import Source
 from overland.data.sources.file_marks import digest_of
 from overland.data.sources.source import BadDocument
 from overland.data.tokenizer_encoders import need_for_text
-from overland.data.wanted import CHOICES, open_wanted, taken_by_model, training_table
+from overland.data.wanted import CHOICES, WantedSource, taken_by_model
 from overland.errors import DataError
 from overland.files import publish
 
@@ -28,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 def trained_tokenizer(
     config: JobConfig,
-    wanted: Mapping[str, DataSource],
+    wanted: Mapping[str, WantedSource],
     vocab_size: int | None,
     report: Callable[[str], None],
     trains: bool,
@@ -38,7 +37,7 @@ def trained_tokenizer(
     path = trained_path(data, wanted, size)
     if path.exists() or not trains:
         return str(path) if path.exists() else None
-    texts = [source for name, one in wanted.items() if (source := _text(name, one, config))]
+    texts = [source for one in wanted.values() if (source := _text(one))]
     if not texts:
         return None
     report(f"training a tokenizer of {size:,} tokens (data.vocab_size) on {', '.join(wanted)}")
@@ -49,14 +48,14 @@ def trained_tokenizer(
     return str(path)
 
 
-def _text(name: str, wanted: DataSource, config: JobConfig) -> Source | None:
+def _text(wanted: WantedSource) -> Source | None:
     """Returns the source if it is text that is not tokenized yet."""
-    if is_made(name, wanted) or find_built(name, wanted, config.data):
+    if wanted.is_made or wanted.built:
         return None
-    source = open_wanted(config, training_table(config, name), name, wanted)
+    source, config = wanted.open(), wanted.config
     if source.kind != "text":
         return None
-    require_fields(name, None, taken_by_model(config), model_name(config))
+    require_fields(wanted.name, None, taken_by_model(config), model_name(config))
     return source
 
 
@@ -69,11 +68,11 @@ def _documents(sources: list[Source]) -> Iterator[str]:
             raise DataError(f'{error}; data.bad_documents = "skip" skips it') from None
 
 
-def trained_path(data: Settings, wanted: Mapping[str, DataSource], size: int) -> Path:
+def trained_path(data: Settings, wanted: Mapping[str, WantedSource], size: int) -> Path:
     """Returns the path of the tokenizer that is trained on these sources."""
     names = list(wanted)
-    places = [str(find_folder(name, wanted[name], data) or wanted[name].dataset) for name in names]
-    choices = [[getattr(one, key) for key in CHOICES] for one in wanted.values()]
+    places = [str(one.folder or one.asked.dataset) for one in wanted.values()]
+    choices = [[getattr(one.asked, key) for key in CHOICES] for one in wanted.values()]
     parts = [names, places, *([choices] if any(map(any, choices)) else [])]
     label = f"{names[0] if len(names) == 1 else 'mixture'}-{digest_of(parts)[:8]}"
     return Path(data.folder).expanduser() / f"tokenizer-{label}-{size}" / "tokenizer.json"

@@ -26,17 +26,17 @@ from overland.data.corpus_folder import CorpusLayout
 from overland.data.holdout import held_out_documents
 from overland.data.leakage import foreign_validation
 from overland.data.prepare import validation_data
-from overland.data.registry import find_folder, is_built_in, is_made, open_by_name, source_names
+from overland.data.registry import MADE, is_built_in, source_names
 from overland.data.shard import TOKENS, WEIGHTS
 from overland.data.sources.file_marks import FileMark, digest_of
 from overland.data.sources.source import BadDocument, Kind, Source
 from overland.data.sources.source import Document as Raw
 from overland.data.tokenizer import Tokenizer
 from overland.data.wanted import (
+    find_folder,
     held_out_sources,
-    open_wanted,
+    open_by_name,
     validates_on_holdout,
-    validation_table,
 )
 from overland.errors import ChoiceRequired, DataError
 from overland.words import any_of
@@ -182,7 +182,7 @@ def sets_of(
                 f"--data {word}: {'the name is empty' if not name else f'{name} is given twice'}; "
                 "name datasets as NAME=PATH"
             )
-        if is_made(name, wanted):
+        if wanted.path is None and (wanted.dataset or name) in MADE:
             raise DataError("--data random: random tokens are not text; give a real dataset")
         if find_folder(name, wanted, data) is None and not is_built_in(wanted.dataset or name):
             known = f"known names: {any_of(_known(data))}"
@@ -210,12 +210,7 @@ def sets_of_run(
     is_foreign = foreign_validation(config) is not None or config.sft.shape != "off"
     if not is_asked and is_foreign and "stdlib_heldout" in held_out_sources(config):
         raise DataError("this run has no validation data: give documents with --data")
-    named = [
-        EvaluationSet(
-            name, partial(open_wanted, config, validation_table(config, name), name, wanted)
-        )
-        for name, wanted in held_out_sources(config).items()
-    ]
+    named = [EvaluationSet(name, wanted.open) for name, wanted in held_out_sources(config).items()]
     if not validates_on_holdout(config):
         return named
     only = validation.model_copy(update={"sets": {}})

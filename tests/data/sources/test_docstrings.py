@@ -6,8 +6,8 @@ import pytest
 
 from overland.apps.data.docstrings import Docstrings, questions
 from overland.config.schema import Data, DataSource
-from overland.data.registry import open_by_name
 from overland.data.sources.columns import WHOLE
+from overland.data.wanted import open_by_name
 from overland.errors import DataError
 
 SOURCE = '''
