@@ -162,7 +162,7 @@ def test_files_become_durable_in_one_place() -> None:
 
 
 FORKS = {
-    "overland/cluster/preflight/child.py": "the task has imported torch and computed nothing",
+    "overland/cluster/preflight/task.py": "the task has imported torch and computed nothing",
     "tests/cli/warm.py": "the server has imported torch and computed nothing",
     "tests/limited.py": "the child reads a file, and computes nothing",
     "tests/test_files.py": "the child writes a file, and computes nothing",

@@ -4,9 +4,9 @@
    device, just as training will be started (`start.py`); tasks connect back (`crew.py`, `task.py`).
 2. It orders one check after another, and all tasks run it at the same time: clocks, versions, disks
    (`node.py`), devices (`device.py`). Checks that may hang run in a child of the task, which can be
-   killed (`child.py`).
-3. Nodes that are good so far are paired, twice, and measure the link between them (`rounds.py`,
-   `link.py`); then all of them sum a tensor together (`all_reduce.py`).
+   killed.
+3. Nodes that are good so far are paired, twice, and measure the link between them (`rounds.py`);
+   then all of them sum a tensor together (`network.py`).
 4. Pure functions judge the measurements (`judge.py`, `rounds.py`), which become a table and JSON
    (`report.py`).
 

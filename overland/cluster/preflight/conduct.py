@@ -8,17 +8,17 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from overland.cluster.preflight import judge, start
-from overland.cluster.preflight.all_reduce import judge_transport
-from overland.cluster.preflight.crew import GRACE, LIMITS, Crew, Phases, Task
+from overland.cluster.preflight.crew import LIMITS, Crew, Phases, Task
 from overland.cluster.preflight.judge import Bounds, Finding, Place
 from overland.cluster.preflight.node import measure_versions
 from overland.cluster.preflight.report import Report
-from overland.cluster.preflight.rounds import Rounds
-from overland.cluster.preflight.start import Started, first_task
+from overland.cluster.preflight.rounds import Match, Pair, judge_links, match_of, pairings, retrial
+from overland.cluster.preflight.start import Started
 from overland.cluster.preflight.task import run_task
 from overland.cluster.wire import ADDRESS, KEY, Message, Switchboard
 from overland.errors import ClusterError
@@ -75,24 +75,18 @@ def preflight(
     `… -m overland`."""
     here = (env.get("SLURMD_NODENAME"), socket.gethostname())
     others = [node for node in nodes if node not in here]
-    board = Switchboard(others if others else nodes, env)
-    try:
+    with closing(Switchboard(others or nodes, env)) as board:
         started = start.with_launch(launch, {**env, **board.environment()})
         return conduct(board, started, nodes, tasks_per_node, job)
-    finally:
-        board.close()
 
 
 def preflight_here(
     num_tasks: int, job: PreflightSettings, env: Mapping[str, str] = os.environ
 ) -> Report:
     """Tests only this machine."""
-    board = Switchboard([], {})
-    try:
+    with closing(Switchboard([], {})) as board:
         started = start.here(num_tasks, {**env, **board.environment()})
         return conduct(board, started, 1, num_tasks, job)
-    finally:
-        board.close()
 
 
 def preflight_among_ranks(
@@ -117,13 +111,10 @@ def preflight_among_ranks(
             ) from None
         return None
     nodes = _nodes(world, env)
-    board = Switchboard(_others(world, nodes, env), env, key)
-    try:
+    with closing(Switchboard(_others(world, nodes, env), env, key)) as board:
         store.set(NAME, board.environment()[ADDRESS])
-        started = first_task({**env, **board.environment()})
+        started = start.first_task({**env, **board.environment()})
         return conduct(board, started, nodes, world.local_size, job)
-    finally:
-        board.close()
 
 
 def conduct(
@@ -170,12 +161,7 @@ class _Conductor:
         )
         self._blame(judge.disks(disks))
         bounds = self._test_devices(with_torch)
-        how = {**self.job.of_groups(), "torch": not quick}
-        rounds = Rounds(crew, self._is_bad, bounds.link, how)
-        findings, notes = rounds.play()
-        self._blame(findings)
-        report.notes += notes
-        report.matches = rounds.matches
+        self._test_links({**self.job.of_groups(), "do": "link", "torch": not quick}, bounds.link)
         if not quick:
             self._test_sum()
         self._finish(quick)
@@ -211,35 +197,59 @@ class _Conductor:
         self._blame(judge.rates(answers, bounds))
         return bounds
 
+    def _test_links(self, order: Message, slow: float) -> None:
+        """Tests links in all rounds. A link below the fraction `slow` of the median is bad."""
+        plan = pairings([node for node in self.crew.nodes if not self._is_bad(node)])
+        first = [
+            match
+            for number, pairs in enumerate(plan, start=1)
+            for match in self._test_pairs(pairs, number, f"round {number} of the links", order)
+        ]
+        last = "the extra round of the links"
+        again = self._test_pairs(retrial(first, slow), len(plan) + 1, last, order)
+        findings, notes = judge_links(first, again, slow)
+        self._blame(findings)
+        self.report.notes += notes
+        self.report.matches = first + again
+
+    def _test_pairs(
+        self, wanted: Sequence[Pair], number: int, what: str, order: Message
+    ) -> list[Match]:
+        """Tests all pairs of a round at once, each task with its counterpart on the other node."""
+        pairs = [pair for pair in wanted if not any(map(self._is_bad, pair))]
+        if not pairs:
+            return []
+        crew, lost_before = self.crew, set(self.crew.lost)
+        tasks = {task.place: task for task in crew.alive()}
+        locals_ = range(crew.tasks_per_node)
+        groups = [[tasks[node, local] for node in pair] for pair in pairs for local in locals_]
+        crew.progress.begin(what, 2 * len(groups))
+        answers = crew.ask_together(groups, order, what, LIMITS["link"])
+        partner = dict(pairs) | {b: a for a, b in pairs}
+        for node in (set(crew.lost) - lost_before) & partner.keys():  # an unpaired node may end too
+            crew.lost[node] += f", with {partner[node]}"
+        return [
+            match_of(pair, number, {(n, i): answers.get((n, i), {}) for n in pair for i in locals_})
+            for pair in pairs
+            if not set(pair) & set(crew.lost)  # the partner is not to blame for a lost node
+        ]
+
     def _test_sum(self) -> None:
         tasks = [task for task in self.crew.alive() if not self._is_bad(task.node)]
         if len(tasks) < 2:
             return
         self.crew.progress.begin("all-reduce", len(tasks))
-        what, first = "the all-reduce", tasks[0]
+        order = {"do": "reduce", **self.job.of_groups()}
         seconds = sum_limit(len(tasks))
-        listen: dict[Task, Message] = {first: {"do": "listen"}}
-        places = self.crew.ask(listen, what, LIMITS["listen"])
-        at = places.get(first.place, {}).get("at")
-        if at is None:
-            self.report.failure = f"{what} failed: {first.node}/{first.local} could not listen"
-            return
-        order = {"do": "reduce", "at": at, "seconds": seconds, **self.job.of_groups()}
-        orders: dict[Task, Message] = {
-            task: {**order, "rank": rank, "size": len(tasks), "listening": rank == 0}
-            for rank, task in enumerate(tasks)
-        }
-        limit = seconds + GRACE
-        answers = self.crew.ask(orders, what, limit, patience=limit)
-        self.report.all_reduce, self.report.failure = _judge_sum(orders, answers)
+        answers = self.crew.ask_together([tasks], order, "the all-reduce", seconds)
+        asked = [task.place for task in tasks]
+        self.report.all_reduce, self.report.failure = judge.all_reduce(asked, answers)
 
     def _ask(self, do: str, tasks: Sequence[Task], **details: object) -> dict[Place, Message]:
         """Runs one phase, and keeps the measurements for the report."""
         self.crew.progress.begin(do, len(tasks))
-        seconds = LIMITS[do]
-        orders = {task: {"do": do, "seconds": seconds, **details} for task in tasks}
-        limit = seconds + GRACE
-        answers = self.crew.ask(orders, f"the {do} test", limit)
+        orders = {task: {"do": do, **details} for task in tasks}
+        answers = self.crew.ask(orders, f"the {do} test", LIMITS[do])
         self._blame(judge.errors(answers, do))
         self.facts[do] = answers
         return answers
@@ -263,29 +273,7 @@ class _Conductor:
                 report.bad[node] = "; ".join(told)
         for phase in ("clock", "versions", "disk", "device"):
             for (node, local), facts in self.facts.get(phase, {}).items():
-                plain = {k: v for k, v in facts.items() if k != "answer"}
-                report.measured.setdefault(node, {}).setdefault(phase, {})[local] = plain
-
-
-def _judge_sum(
-    orders: Mapping[Task, Message], answers: Mapping[Place, Message]
-) -> tuple[Message, str]:
-    """Returns the measurements, and what failed: a failed all-reduce is no single node's fault."""
-    unfinished = [
-        f"{task.node}/{task.local} ({answers.get(task.place, {}).get('error', 'no answer')})"
-        for task in orders
-        if "right" not in answers.get(task.place, {})
-    ]
-    if unfinished:
-        some = ", ".join(unfinished[:8]) + (", …" if len(unfinished) > 8 else "")
-        count = f"{len(unfinished)} of {len(orders)} tasks"
-        return {}, f"the all-reduce of all good nodes failed on {count}: {some}"
-    wrong = [f"{node}/{local}" for (node, local), facts in answers.items() if not facts["right"]]
-    if wrong:
-        return {}, f"the all-reduce of all good nodes gave a wrong sum on {', '.join(wrong)}"
-    rate = min(facts["gb_per_s"] for facts in answers.values())
-    network, problem = judge_transport(answers)
-    return {"gb_per_s": rate, "tasks": len(orders), "transport": network}, problem
+                report.measured.setdefault(node, {}).setdefault(phase, {})[local] = facts
 
 
 def sum_limit(num_tasks: int) -> float:

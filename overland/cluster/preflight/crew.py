@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import resource
+import secrets
 import sys
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overland.cluster.preflight.judge import Place
+from overland.cluster.preflight.network import TOKEN_BYTES
 from overland.cluster.preflight.start import Started
 from overland.cluster.wire import Message, Switchboard, Wire
 from overland.errors import ClusterError
@@ -44,7 +46,6 @@ GRACE = 5.0  # for a task to end a child that took too long, and to report it
 class Task:
     node: str
     local: int
-    rank: int
     wire: Wire
     has_accelerator: bool
 
@@ -117,25 +118,44 @@ class Crew:
         seconds: float,
         patience: float | None = None,
     ) -> dict[Place, Message]:
-        """Returns the answers that arrived in time; `patience` defaults to PATIENCE."""
+        """Orders tasks to do something that takes at most so many seconds, and returns the answers
+        that arrived in time; `patience` defaults to PATIENCE."""
         self._number += 1
-        number = self._number
         waiting = dict(orders)
         for task, order in orders.items():
-            self._send(task, {**order, "number": number})
+            self._send(task, {**order, "seconds": seconds, "number": self._number})
         answers: dict[Place, Message] = {}
-        clock = _Clock(len(orders), seconds, PATIENCE if patience is None else patience)
+        limit = seconds + GRACE
+        clock = _Clock(len(orders), limit, PATIENCE if patience is None else patience)
         while waiting and not clock.is_over(len(answers)):
             for task, message in self._take():
                 if message is None:
                     self._lose(task.node, f"task {task.local} ended in {what}")
-                elif message.get("answer") == number and waiting.pop(task, None) is not None:
+                elif message.pop("answer", None) == self._number and waiting.pop(task, None):
                     answers[task.place] = message
             waiting = {task: order for task, order in waiting.items() if task.node not in self.lost}
             self.progress.count(len(answers))
         for task in waiting:
             self._lose(task.node, f"no answer in {what} within {clock.elapsed():.0f} s")
         return dict(sorted(answers.items()))
+
+    def ask_together(
+        self, groups: Sequence[Sequence[Task]], order: Message, what: str, seconds: float
+    ) -> dict[Place, Message]:
+        """Orders the tasks of each group to do something together. The first of a group listens;
+        all learn where, and a token that nobody else knows. They wait for one another, so none is
+        given up before the time is over."""
+        listen: dict[Task, Message] = {group[0]: {"do": "listen"} for group in groups}
+        places = self.ask(listen, what, LIMITS["listen"])
+        orders: dict[Task, Message] = {}
+        for group in groups:
+            at = places.get(group[0].place, {}).get("at")
+            if at is None or any(task.node in self.lost for task in group):
+                continue
+            token = secrets.token_hex(TOKEN_BYTES // 2)
+            meeting = {**order, "at": at, "token": token, "size": len(group)}
+            orders |= {task: {**meeting, "rank": rank} for rank, task in enumerate(group)}
+        return self.ask(orders, what, seconds, patience=seconds + GRACE)
 
     def dismiss(self) -> None:
         for task in self.tasks.values():
@@ -166,7 +186,7 @@ class Crew:
                 self._strangers.add(node)
                 return
             self.nodes.append(node)
-        task = Task(node, hello["local"], hello["rank"], wire, hello["accelerator"])
+        task = Task(node, hello["local"], wire, hello["accelerator"])
         self.tasks[wire] = task
         self._counts[node] += 1
         self.started.step = self.started.step or hello["step"]

@@ -11,11 +11,11 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from overland.cluster.preflight.child import Stage
 from overland.cluster.wire import Message
 from overland.world.devices import cpu_name, device_name
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
+Stage = Callable[[str], None]
+"""Called with the current stage of a measurement, which is named if it never ends."""
 
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 SEED = 20
@@ -48,13 +50,16 @@ class Sizes:
     batch: int
     """Runs between two synchronizations: a single run would measure the synchronization."""
     seconds: float
+    choose: Callable[[list[float]], float]
 
 
 # 4096: every compute unit has work, and the inputs take half a second to create. Half a second per
 # test reveals a device that throttles, and keeps the whole within seconds.
-ACCELERATOR = Sizes(side=4096, memory_bytes=2**30, host_bytes=2**28, batch=10, seconds=0.5)
+ACCELERATOR = Sizes(
+    side=4096, memory_bytes=2**30, host_bytes=2**28, batch=10, seconds=0.5, choose=MEDIAN
+)
 # 256: under a millisecond, so that at least one of many runs is not interrupted.
-CPU = Sizes(side=256, memory_bytes=2**25, host_bytes=0, batch=1, seconds=0.2)
+CPU = Sizes(side=256, memory_bytes=2**25, host_bytes=0, batch=1, seconds=0.2, choose=BEST)
 
 
 def measure_device(local_rank: int, stage: Stage) -> Message:
@@ -83,14 +88,12 @@ def measure_cpu(stage: Stage) -> Message:
     stage("the matmul")
     a, b = factors(CPU.side)
     first = np.matmul(a, b)
-    each = seconds_each(lambda: np.matmul(a, b), lambda: None, CPU.seconds, batch=1, choose=BEST)
+    each = seconds_each(lambda: np.matmul(a, b), CPU)
     last = np.matmul(a, b)
     stage("the test of memory")
     source = np.ones(CPU.memory_bytes, dtype=np.uint8)
     target = np.empty_like(source)
-    copy = seconds_each(
-        lambda: np.copyto(target, source), lambda: None, CPU.seconds, batch=1, choose=BEST
-    )
+    copy = seconds_each(lambda: np.copyto(target, source), CPU)
     return {
         "kind": "cpu",
         "name": cpu_name(),
@@ -152,7 +155,7 @@ def measure_matmul(device: torch.device, sizes: Sizes) -> Message:
     on_device = a.to(device), b.to(device)
     out = torch.empty(sizes.side, sizes.side, dtype=dtype, device=device)
     first = torch.matmul(*on_device).cpu()
-    each = _seconds_each(lambda: torch.matmul(*on_device, out=out), device, sizes)
+    each = seconds_each(lambda: torch.matmul(*on_device, out=out), sizes, settler(device))
     last = torch.matmul(*on_device).cpu()
     content = first.view(torch.uint8).numpy().tobytes()
     found, left, right = (tensor.float().numpy() for tensor in (first, a, b))
@@ -170,7 +173,7 @@ def measure_memory(device: torch.device, sizes: Sizes) -> Message:
 
     source = torch.ones(sizes.memory_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    each = _seconds_each(lambda: target.copy_(source), device, sizes)
+    each = seconds_each(lambda: target.copy_(source), sizes, settler(device))
     return {"memory_gb_per_s": 2 * sizes.memory_bytes / each / 1e9}
 
 
@@ -180,25 +183,13 @@ def measure_copies(device: torch.device, sizes: Sizes) -> Message:
 
     here = torch.ones(sizes.host_bytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(sizes.host_bytes, dtype=torch.uint8, device=device)
-    up = _seconds_each(lambda: there.copy_(here, non_blocking=True), device, sizes)
-    down = _seconds_each(lambda: here.copy_(there, non_blocking=True), device, sizes)
+    settle = settler(device)
+    up = seconds_each(lambda: there.copy_(here, non_blocking=True), sizes, settle)
+    down = seconds_each(lambda: here.copy_(there, non_blocking=True), sizes, settle)
     return {
         "to_device_gb_per_s": sizes.host_bytes / up / 1e9,
         "to_host_gb_per_s": sizes.host_bytes / down / 1e9,
     }
-
-
-def _seconds_each(work: Callable[[], object], device: torch.device, sizes: Sizes) -> float:
-    import torch
-
-    is_cpu = device.type == "cpu"
-    return seconds_each(
-        work,
-        (lambda: None) if is_cpu else (lambda: torch.cuda.synchronize(device)),
-        sizes.seconds,
-        sizes.batch,
-        BEST if is_cpu else MEDIAN,
-    )
 
 
 def factors(n: int) -> tuple[Array, Array]:
@@ -228,21 +219,24 @@ def is_near(product: Array, a: Array, b: Array, precision: float) -> bool:
 
 
 def seconds_each(
-    work: Callable[[], object],
-    settle: Callable[[], object],
-    seconds: float,
-    batch: int,
-    choose: Callable[[list[float]], float],
+    work: Callable[[], object], sizes: Sizes, settle: Callable[[], object] = lambda: None
 ) -> float:
     """Returns the seconds of one `work`; `settle` waits until the device has finished."""
     work()
     settle()
     times: list[float] = []
-    deadline = time.perf_counter() + seconds
+    deadline = time.perf_counter() + sizes.seconds
     while len(times) < FEWEST or time.perf_counter() < deadline:
         start = time.perf_counter()
-        for _ in range(batch):
+        for _ in range(sizes.batch):
             work()
         settle()
-        times.append((time.perf_counter() - start) / batch)
-    return choose(times)
+        times.append((time.perf_counter() - start) / sizes.batch)
+    return sizes.choose(times)
+
+
+def settler(device: torch.device) -> Callable[[], None]:
+    """Returns what waits until a device has finished."""
+    import torch
+
+    return (lambda: None) if device.type == "cpu" else partial(torch.cuda.synchronize, device)

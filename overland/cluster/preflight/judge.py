@@ -7,7 +7,7 @@ three values of the same kind. `None` means that a value was not measured.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ Finding = tuple[str, str]
 
 RATES = ("_tflops", "_gb_per_s")
 FEWEST = 3  # a median of fewer values means nothing
+TCP = "Socket"  # NCCL's name for it
 
 # A task's own context takes up to 1 GiB, and the driver reserves another; what an earlier job left
 # behind, or an unexpected neighbor, takes more.
@@ -181,6 +182,45 @@ def versions(answers: Answers, own: Mapping[str, str]) -> tuple[list[Finding], l
             if value != right:
                 findings.append((node, f"{name} is {value}, but {right} on most nodes"))
     return findings, notes
+
+
+def all_reduce(asked: Sequence[Place], answers: Answers) -> tuple[dict[str, Any], str]:
+    """Returns the measurements, and what failed: a failed all-reduce is no single node's fault."""
+    whole = "the all-reduce of all good nodes"
+    found = {place: answers.get(place, {}) for place in asked}
+    unfinished = [
+        f"{node}/{local} ({facts.get('error', 'no answer')})"
+        for (node, local), facts in found.items()
+        if "right" not in facts
+    ]
+    if unfinished:
+        some = ", ".join(unfinished[:8]) + (", …" if len(unfinished) > 8 else "")
+        return {}, f"{whole} failed on {len(unfinished)} of {len(asked)} tasks: {some}"
+    wrong = [f"{node}/{local}" for (node, local), facts in found.items() if not facts["right"]]
+    if wrong:
+        return {}, f"{whole} gave a wrong sum on {', '.join(wrong)}"
+    rate = min(facts["gb_per_s"] for facts in found.values())
+    used = {str(facts["transport"]) for facts in found.values() if facts.get("transport")}
+    network = ", ".join(sorted(used)) or None
+    return {"gb_per_s": rate, "tasks": len(asked), "transport": network}, transport(found)
+
+
+def transport(answers: Answers) -> str:
+    """Returns the problem with what collectives are sent over, or "" if there is none."""
+    slow = {
+        node: " and ".join(facts["fabrics"])
+        for (node, _), facts in answers.items()
+        if facts.get("transport") == TCP and facts.get("fabrics")
+    }
+    if not slow or len({node for node, _ in answers}) < 2:  # a single node uses no network
+        return ""
+    node, fabric = next(iter(slow.items()))
+    where = f"{len(slow)} nodes, such as {node}," if len(slow) > 1 else node
+    return (
+        f"collectives of {where} use TCP (NET/Socket) although there is {fabric}, which is "
+        "several times faster: NCCL or RCCL did not find the network plugin; load the cluster's "
+        "module for it, or add its folder to LD_LIBRARY_PATH (NCCL_DEBUG=INFO logs what is tried)"
+    )
 
 
 def majority(values: Mapping[Place, str], casting_vote: str | None = None) -> str | None:

@@ -7,16 +7,12 @@ more, with a node whose links were all good, and is bad if that link is bad too.
 
 from __future__ import annotations
 
-import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median_high
 
-from overland.cluster.preflight.crew import GRACE, LIMITS, Crew, Task
-from overland.cluster.preflight.judge import FEWEST, Finding, Place
-from overland.cluster.preflight.link import TOKEN_BYTES
-from overland.cluster.wire import Message
+from overland.cluster.preflight.judge import FEWEST, Answers, Finding
 
 Pair = tuple[str, str]
 MOST_REASONS = 2  # bad links that are named, per node
@@ -32,77 +28,6 @@ class Match:
     gb_per_s: float | None = None
     latency_us: float | None = None
     error: str = ""
-
-
-@dataclass
-class Rounds:
-    """Runs the rounds: all pairs at once, each task with its counterpart on the other node."""
-
-    crew: Crew
-    is_bad: Callable[[str], bool]
-    slow: float
-    """A link below this fraction of the median is bad."""
-    how: Message
-    """Part of each order: how to connect. With `torch` as training does, else plainly."""
-    matches: list[Match] = field(default_factory=list)
-
-    def play(self) -> tuple[list[Finding], list[str]]:
-        """Returns bad nodes, and notes."""
-        plan = pairings([node for node in self.crew.nodes if not self.is_bad(node)])
-        for number, pairs in enumerate(plan, start=1):
-            self.matches += self._play(pairs, number, f"round {number} of the links")
-        pairs = retrial(self.matches, self.slow)
-        again = self._play(pairs, len(plan) + 1, "the extra round of the links")
-        found = judge_links(self.matches, again, self.slow)
-        self.matches += again
-        return found
-
-    def _play(self, wanted: Sequence[Pair], number: int, what: str) -> list[Match]:
-        pairs = [pair for pair in wanted if not any(map(self.is_bad, pair))]
-        if not pairs:
-            return []
-        crew, lost_before = self.crew, set(self.crew.lost)
-        locals_ = range(crew.tasks_per_node)
-        crew.progress.begin(what, 2 * len(pairs) * crew.tasks_per_node)
-        tasks = {task.place: task for task in crew.alive()}
-        orders = self._orders(pairs, tasks, what)
-        limit = LIMITS["link"] + GRACE
-        answers = crew.ask(orders, what, limit, patience=limit)
-        partner = dict(pairs) | {b: a for a, b in pairs}
-        for node in (set(crew.lost) - lost_before) & partner.keys():  # an unpaired node may end too
-            crew.lost[node] += f", with {partner[node]}"
-        return [
-            _match(pair, number, {(n, i): answers.get((n, i), {}) for n in pair for i in locals_})
-            for pair in pairs
-            if not set(pair) & set(crew.lost)  # the partner is not to blame for a lost node
-        ]
-
-    def _orders(
-        self, pairs: Sequence[Pair], tasks: Mapping[Place, Task], what: str
-    ) -> dict[Task, Message]:
-        """Asks the first of each pair to listen, and returns orders that tell both where."""
-        counterparts = [
-            (tasks[a, local], tasks[b, local])
-            for a, b in pairs
-            for local in range(self.crew.tasks_per_node)
-        ]
-        listen = {one: {"do": "listen"} for one, _ in counterparts}
-        places = self.crew.ask(listen, what, LIMITS["listen"])
-        orders: dict[Task, Message] = {}
-        for one, other in counterparts:
-            if {one.node, other.node} & set(self.crew.lost):
-                continue
-            order = {
-                "do": "link",
-                "at": places[one.place].get("at"),
-                "token": secrets.token_hex(TOKEN_BYTES // 2),
-                "seconds": LIMITS["link"],
-                **self.how,
-            }
-            if order["at"] is not None:
-                orders[one] = {**order, "listening": True}
-                orders[other] = {**order, "listening": False}
-        return orders
 
 
 def pairings(nodes: Sequence[str]) -> list[list[Pair]]:
@@ -179,15 +104,12 @@ def bad_links(first: Sequence[Match], slow: float, again: Sequence[Match] = ()) 
     return found
 
 
-def _match(pair: Pair, number: int, answers: Mapping[Place, Message]) -> Match:
+def match_of(pair: Pair, number: int, answers: Answers) -> Match:
     """Combines the pairs of tasks of two nodes: as fast as the slowest, as correct as the worst."""
-    errors = [
-        f"task {local} of {node}: {facts.get('error', 'could not listen')}"
-        for (node, local), facts in answers.items()
-        if "gb_per_s" not in facts
-    ]
-    if errors:
-        return Match(pair, number, error=errors[0])
+    for (node, local), facts in answers.items():
+        if "gb_per_s" not in facts:
+            error = facts.get("error", "could not listen")
+            return Match(pair, number, error=f"task {local} of {node}: {error}")
     if not all(facts["right"] for facts in answers.values()):
         return Match(pair, number, error="received other bytes than were sent")
     slowest = min(facts["gb_per_s"] for facts in answers.values())

@@ -1,22 +1,32 @@
-"""A task, one per device: connects to the conductor, follows its orders, and ends when it is
-gone."""
+"""A task, one per device: connects to the conductor, follows its orders, and ends when it is gone.
+
+Work that may hang or crash runs in a child process, so that the task survives. The child is forked,
+so that nothing has to be imported again. Therefore the task itself must never touch a device: a
+CUDA context does not survive a fork.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
+import select
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 
-from overland.cluster.preflight import link, node
-from overland.cluster.preflight.all_reduce import measure_all_reduce
-from overland.cluster.preflight.child import in_child
-from overland.cluster.preflight.device import measure_cpu, measure_device
+from overland.cluster.preflight import network, node
+from overland.cluster.preflight.device import Stage, measure_cpu, measure_device
 from overland.cluster.wire import Message, Wire
 from overland.world import World
 from overland.world.devices import may_have_accelerator
 from overland.world.heartbeat import node_name
+from overland.world.launch import PR_SET_PDEATHSIG
 from overland.world.launchers import find_world
+
+BURIAL_SECONDS = 2.0  # a process stuck in a broken driver may not even die
 
 
 def run_task(env: Mapping[str, str] = os.environ) -> None:
@@ -40,7 +50,6 @@ def _hello(world: World, env: Mapping[str, str]) -> Message:
     step = env.get("SLURM_STEP_ID")
     return {
         "node": node_name(env),
-        "rank": world.rank,
         "local": world.local_rank,
         "step": f"{env.get('SLURM_JOB_ID')}.{step}" if step else None,
         "accelerator": may_have_accelerator(),
@@ -58,63 +67,115 @@ def _orders(wire: Wire) -> Iterator[Message]:
 
 class _Task:
     def __init__(self, world: World, wire: Wire) -> None:
-        self.world, self.wire = world, wire
+        self.local_rank, self.wire = world.local_rank, wire
         self.listener: socket.socket | None = None
 
     def do(self, order: Message) -> Message:
-        wire, local = self.wire, self.world.local_rank
         match order["do"]:
             case "clock":
-                return node.measure_clock(wire)
+                return node.measure_clock(self.wire)
             case "torch":
-                return self._load_torch()
+                _load_torch()
+                return {}
             case "listen":
-                self.listener = link.listen()
+                self.listener = network.listen()
                 host, port = self.listener.getsockname()
                 return {"at": f"{host}:{port}"}
-            case "link" | "reduce":
-                return self._meet(order)
+        try:
+            return in_child(lambda stage: self._measure(order, stage), order["seconds"], self.wire)
+        finally:
+            if self.listener is not None:
+                self.listener.close()
+            self.listener = None
+
+    def _measure(self, order: Message, stage: Stage) -> Message:
+        """Does, in the child, what may hang."""
+        local = self.local_rank
+        listener = self.listener if order.get("rank") == 0 else None
+        match order["do"]:
             case "versions":
-                return in_child(lambda stage: _versions(order), order["seconds"], wire)
+                found = node.measure_versions(order["config"], order["torch"])
+                return {"versions": found, "interfaces": node.measure_interfaces()}
             case "disk":
-                return in_child(lambda stage: _disks(order), order["seconds"], wire)
+                places = node.written_folders(order["folder"])
+                size = order["num_bytes"]
+                return {name: node.measure_disk(place, size) for name, place in places.items()}
             case "device":
-                if order["torch"]:
-                    return in_child(lambda s: measure_device(local, s), order["seconds"], wire)
-                return in_child(measure_cpu, order["seconds"], wire)
+                return measure_device(local, stage) if order["torch"] else measure_cpu(stage)
+            case "link" if order["torch"]:
+                return network.through_group(order, listener, local, stage)
+            case "link":
+                return network.through_socket(order, listener, stage)
+            case "reduce":
+                return network.measure_all_reduce(order, listener, local, stage)
         return {"error": f"unknown order {order['do']}"}
 
-    def _load_torch(self) -> Message:
-        """Imports torch once, before children are forked. Does not look for devices, which would
-        touch them."""
-        import torch
-        import torch.distributed
 
-        return {"version": torch.__version__}
-
-    def _meet(self, order: Message) -> Message:
-        """Measures together with other tasks; the one that was told to listen accepts them."""
-        held, self.listener = self.listener, None
-        listener = held if order["listening"] else None
-        local = self.world.local_rank
-        if order["do"] == "reduce":
-            work = lambda stage: measure_all_reduce(order, listener, local, stage)
-        elif order["torch"]:
-            work = lambda stage: link.through_group(order, listener, local, stage)
-        else:
-            work = lambda stage: link.through_socket(order, listener, stage)
-        try:
-            return in_child(work, order["seconds"], self.wire)
-        finally:
-            if held is not None:
-                held.close()
+def _load_torch() -> None:
+    """Imports torch once, before children are forked. Does not look for devices, which would touch
+    them."""
+    import torch.distributed  # noqa: F401
 
 
-def _versions(order: Message) -> Message:
-    found = node.measure_versions(order["config"], order["torch"])
-    return {"versions": found, "interfaces": node.measure_interfaces()}
+def in_child(work: Callable[[Stage], Message], seconds: float, wire: Wire) -> Message:
+    """Returns what `work` returns, or an `error` if it raised, crashed or timed out. A message from
+    the conductor meanwhile means that the answer is no longer wanted."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        wire.close()
+        _work(work, writing)
+    os.close(writing)
+    heard, is_over = _hear(reading, wire, time.monotonic() + seconds)
+    os.close(reading)
+    status = _bury(child, at_once=not is_over)
+    last: Message = json.loads(heard[-1]) if heard else {"stage": "the start"}
+    if "stage" not in last:
+        return last
+    if not is_over:
+        return {"error": f"did not finish within {seconds:.0f} s, in {last['stage']}"}
+    ended = f"was ended by {signal.Signals(status & 0x7F).name}" if status & 0x7F else "ended"
+    return {"error": f"{ended} in {last['stage']}"}
 
 
-def _disks(order: Message) -> Message:
-    places = node.written_folders(order["folder"])
-    return {name: node.measure_disk(folder, order["num_bytes"]) for name, folder in places.items()}
+def _work(work: Callable[[Stage], Message], writing: int) -> None:
+    def tell(message: Message) -> None:
+        os.write(writing, json.dumps(message).encode() + b"\n")
+
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        tell(work(lambda words: tell({"stage": words})))
+    except BaseException as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        tell({"error": first[:300]})
+    finally:
+        os._exit(0)
+
+
+def _hear(reading: int, wire: Wire, deadline: float) -> tuple[list[bytes], bool]:
+    """Returns the lines received, and whether the child has finished writing."""
+    data = b""
+    while (left := deadline - time.monotonic()) > 0:
+        ready, _, _ = select.select([reading, wire.socket.fileno()], [], [], left)
+        if reading in ready:
+            part = os.read(reading, 2**16)
+            data += part
+            if not part:
+                return data.splitlines(), True
+        elif ready:
+            break
+    return data.splitlines(), False
+
+
+def _bury(child: int, at_once: bool) -> int:
+    """Waits for the child, or ends it, and returns its wait status."""
+    kill_at = time.monotonic() + (0.0 if at_once else BURIAL_SECONDS)
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found or time.monotonic() > kill_at + BURIAL_SECONDS:
+            return status
+        if time.monotonic() >= kill_at:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.002)

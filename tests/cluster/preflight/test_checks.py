@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from overland.cluster.preflight import device, node
-from overland.cluster.preflight.child import in_child
-from overland.cluster.preflight.link import backend_for
+from overland.cluster.preflight.network import backend_for
 from overland.cluster.preflight.start import tasks_per_node
+from overland.cluster.preflight.task import in_child
 from overland.cluster.wire import Wire
 
 

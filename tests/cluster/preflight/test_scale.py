@@ -27,9 +27,9 @@ ANSWERS: dict[str, dict[str, Any]] = {
 def act(env: dict[str, str]) -> None:
     """All tasks in one loop, until they are told to end."""
     selector = selectors.DefaultSelector()
-    for rank, node in enumerate(NODES):
+    for node in NODES:
         wire = Wire.to_first_node(env)
-        hello = {"node": node, "rank": rank, "local": 0, "step": None, "accelerator": False}
+        hello = {"node": node, "local": 0, "step": None, "accelerator": False}
         wire.send({"hello": hello})
         selector.register(wire.socket, selectors.EVENT_READ, node)
     while selector.get_map():

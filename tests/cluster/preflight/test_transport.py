@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.cluster.preflight import all_reduce, conduct
+from overland.cluster.preflight import judge, network
 from overland.cluster.preflight.report import Report
 from overland.cluster.site import load_site
 
@@ -50,7 +50,7 @@ CUT = "x1:9:9 [0] NCCL INFO NET/OFI Selected Provider is cxi (found 4 nics)\n"
      (CUT, "OFI"), ("", None), ("x:1:1 [0] NCCL INFO NET/IB : No device found.\n", None)],
 )  # fmt: skip
 def test_the_transport_is_read_from_the_log(log: str, found: str | None) -> None:
-    assert all_reduce.transport_in(log) == found
+    assert network.transport_in(log) == found
 
 
 def answers(**nodes: tuple[str | None, list[str]]) -> dict[tuple[str, int], dict[str, object]]:
@@ -63,8 +63,7 @@ def answers(**nodes: tuple[str | None, list[str]]) -> dict[tuple[str, int], dict
 
 def test_tcp_on_a_high_speed_fabric_is_bad() -> None:
     slow = ("Socket", ["Slingshot"])
-    used, problem = all_reduce.judge_transport(answers(n1=slow, n2=slow))
-    assert used == "Socket"
+    problem = judge.transport(answers(n1=slow, n2=slow))
     assert "2 nodes, such as n1, use TCP (NET/Socket) although there is Slingshot" in problem
 
 
@@ -78,52 +77,42 @@ def test_tcp_on_a_high_speed_fabric_is_bad() -> None:
     ],
 )
 def test_other_transports_are_good(nodes: dict[str, tuple[str | None, list[str]]]) -> None:
-    assert all_reduce.judge_transport(answers(**nodes))[1] == ""
+    assert judge.transport(answers(**nodes)) == ""
 
 
 def test_preflight_takes_tcp_on_a_fabric_for_a_failure() -> None:
     slow = ("Socket", ["Slingshot"])
-    measured, problem = conduct._judge_sum({}, answers(n1=slow, n2=slow))
+    found = answers(n1=slow, n2=slow)
+    measured, problem = judge.all_reduce(list(found), found)
     assert measured["transport"] == "Socket"
     assert "although there is Slingshot" in problem
 
 
 def test_the_sum_of_all_reads_its_own_log(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def group(*_: object) -> Iterator[tuple[torch.device, None]]:
+    def group(*_: object) -> Iterator[torch.device]:
         Path(os.environ["NCCL_DEBUG_FILE"]).write_text(LIBFABRIC)
-        yield torch.device("cpu"), None
+        yield torch.device("cpu")
 
-    monkeypatch.setattr(all_reduce, "group", group)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(network, "group", group)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor)
-    found = all_reduce.measure_all_reduce({"rank": 0, "size": 1}, None, 0, lambda stage: None)
+    found = network.measure_all_reduce({"rank": 0, "size": 1}, None, 0, lambda stage: None)
     assert found["right"]
     assert found["transport"] == "AWS Libfabric"
 
 
 def test_fabrics_are_found_where_linux_lists_them(tmp_path: Path) -> None:
-    assert all_reduce.fabrics(tmp_path) == []
+    assert network.fabrics(tmp_path) == []
     (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
     (tmp_path / "infiniband").mkdir()
-    assert all_reduce.fabrics(tmp_path) == ["Slingshot"]
+    assert network.fabrics(tmp_path) == ["Slingshot"]
     port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "link_layer").write_text("Ethernet\n")
-    assert all_reduce.fabrics(tmp_path) == ["Slingshot"]
+    assert network.fabrics(tmp_path) == ["Slingshot"]
     (port / "link_layer").write_text("InfiniBand\n")
-    assert all_reduce.fabrics(tmp_path) == ["Slingshot", "InfiniBand"]
-
-
-def test_the_log_is_asked_for_only_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    monkeypatch.delenv("NCCL_DEBUG_FILE", raising=False)
-    with all_reduce.nccl_log() as log:
-        assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_FILE"]) == ("INFO", str(log))
-        log.write_text(LIBFABRIC)
-        assert all_reduce.measure_transport(log)["transport"] == "AWS Libfabric"
-    assert all_reduce.measure_transport(log) == {}
-    assert os.environ["NCCL_DEBUG"] == "WARN"
-    assert "NCCL_DEBUG_FILE" not in os.environ
+    assert network.fabrics(tmp_path) == ["Slingshot", "InfiniBand"]
 
 
 def test_the_report_names_the_transport() -> None:
