@@ -349,7 +349,7 @@ def test_products_in_8_bits_are_asked_for_in_one_key(tmp_path: Path, text: str) 
 def test_layernorm_of_older_files_is_built(tmp_path: Path) -> None:
     loaded = load(tmp_path, '[model]\nnorm_type = "layernorm"\n')
     assert loaded.config.model.overrides == {"norm_type": "layernorm"}
-    assert "model.norm_type is now model.overrides.norm_type" in loaded.notes[0]
+    assert 'model.norm_type = "layernorm" is now model.overrides.norm_type' in loaded.notes[0]
     assert model_config(loaded.config.model).norm_type == "layernorm"
 
 
@@ -532,8 +532,8 @@ def test_the_stub_without_mixed_precision_trains_in_float32_whatever_its_dtype(
     [
         (
             '[model]\ntokenizer_path = "/a/original/tokenizer.model"\n',
-            'model.tokenizer_path is now model.hf_assets_path = "/a", the folder that holds the '
-            "tokenizer",
+            'model.tokenizer_path = "/a/original/tokenizer.model" is now '
+            'model.hf_assets_path = "/a"',
         ),
         ("[comm]\ntrace_buf_size = 1\n", "save PyTorch's flight recorder"),
         ("[memory_estimation]\nenable = true\n", "`overland check` computes the memory of a step"),

@@ -13,7 +13,6 @@ from overland.config.source import Entry
 from overland.files import read_json
 from overland.words import any_of, command
 
-TEMPLATES = ("chatml", "alpaca")
 FALLBACK = "tokenizer_default_fallback_"
 # Roles, and the names for them that Overland understands (see data/conversations.py).
 ROLES = {
@@ -58,26 +57,48 @@ TEXT_PAIRS = (
 )
 
 
+class Dataset:
+    """A dataset of the file while it is translated: the keys that are left of it."""
+
+    def __init__(self, file: File, list_name: str, entry: Entry, keys: dict[str, Any]) -> None:
+        self.file, self.list_name, self.entry, self.keys = file, list_name, entry, keys
+        self.section = "training" if list_name == "datasets" else "validation"
+
+    def put(self, today: str, value: Any, key: str) -> None:
+        self.file.put(today, value, self.entry, f"{self.list_name}.{key}")
+
+    def refuse(self, reason: str) -> None:
+        self.file.refuse("datasets", self.entry, reason)
+
+    def table(self, key: str) -> dict[str, Any]:
+        """Takes a key that holds a table."""
+        value = self.keys.pop(key, {})
+        if not isinstance(value, dict):
+            self.refuse(f"{key}: expected a table of keys")
+            return {}
+        return {str(name): item for name, item in value.items()}
+
+
 def translate_data(file: File) -> None:
     _tokens(file)
     _length(file)
     datasets = _datasets(file, "datasets")
     if datasets:
-        entry, records = datasets
-        given = file.decided("training.dataset_path") or file.decided("data.sources")
-        if len(records) > 1 and not given:
-            file.refuse(
-                "datasets",
-                entry,
+        if len(datasets) > 1 and not _has_place(file, "data.sources"):
+            datasets[0].refuse(
                 "axolotl concatenates several datasets; put their files into one folder and set "
-                "training.dataset_path to it, or give each a weight in [data.sources.NAME]",
+                "training.dataset_path to it, or give each a weight in [data.sources.NAME]"
             )
-        _source(file, entry, records[0], "training")
-        _type(file, entry, records[0])
-    elif not (file.decided("training.dataset_path") or file.decided("training.dataset")):
+        _source(datasets[0])
+        _records(datasets[0])
+    elif not _has_place(file, "training.dataset"):
         file.lacks("datasets", None, "is missing; name the data to train on")
     _packing(file)
     _validation(file)
+
+
+def _has_place(file: File, other: str) -> bool:
+    return file.decided("training.dataset_path") or file.decided(other)
 
 
 def _length(file: File) -> None:
@@ -93,80 +114,71 @@ def _length(file: File) -> None:
         file.put("training.seq_len", length, entry, "sequence_len")
 
 
-def _datasets(file: File, key: str) -> tuple[Entry, list[dict[str, Any]]] | None:
+def _datasets(file: File, key: str) -> list[Dataset]:
     entry = file.take(key)
     if entry is None:
-        return None
+        return []
     records = listed(entry.value)
     if not records or not all(isinstance(one, dict) for one in records):
         file.refuse(key, entry, "expected a list of datasets, each with a path and a type")
-        return None
-    return entry, [
-        {str(name): value for name, value in one.items() if value not in (None, "", {}, [])}
-        for one in records
-    ]
+        return []
+    given = [{str(k): v for k, v in one.items() if v not in (None, "", {}, [])} for one in records]
+    return [Dataset(file, key, entry, keys) for keys in given]
 
 
-def _source(file: File, entry: Entry, dataset: dict[str, Any], section: str) -> None:
+def _source(data: Dataset) -> None:
     """Translates where a dataset is stored."""
-    path, files = str(dataset.pop("path", "")), dataset.pop("data_files", [])
-    files = listed(files)
-    kind = dataset.get("ds_type")
+    path, files = str(data.keys.pop("path", "")), listed(data.keys.pop("data_files", []))
     if len(files) > 1:
-        reason = "has several data_files; put them into one folder, and set path to it"
-        file.refuse("datasets", entry, reason)
+        data.refuse("has several data_files; put them into one folder, and set path to it")
     name = str(files[0]) if files else path
     if not name:
-        file.refuse("datasets", entry, "a dataset has no path")
+        data.refuse("a dataset has no path")
         return
     owner, _, last = path.partition("/")
     on_hub = not files and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and owner not in (".", "..")
-    if on_hub and kind is None and not Path(path).exists() and not Path(path).suffix:
-        file.put(f"{section}.dataset", last, entry, f"{entry_name(section)}.path")
+    has_format = "ds_type" in data.keys or Path(path).suffix
+    if on_hub and not has_format and not Path(path).exists():
+        data.put(f"{data.section}.dataset", last, "path")
         fetch = command("overland", "fetch", "dataset", path, "--to", f"data/{last}")
-        file.note(entry, f"{path} is read from data/{last}; `{fetch}` downloads it")
+        data.file.note(data.entry, f"{path} is read from data/{last}; `{fetch}` downloads it")
     else:
-        file.put(f"{section}.dataset_path", name, entry, f"{entry_name(section)}.path")
-    subset, split = dataset.pop("name", None), dataset.pop("split", None)
+        data.put(f"{data.section}.dataset_path", name, "path")
+    subset, split = data.keys.pop("name", None), data.keys.pop("split", None)
     if subset is not None:
-        file.put(f"{section}.subset", subset, entry, f"{entry_name(section)}.name")
-    if split is not None and re.fullmatch(r"[\w.-]+", str(split)):
-        if split != "train" or Path(name).is_dir() or on_hub:
-            file.put(f"{section}.split", split, entry, f"{entry_name(section)}.split")
-    elif split is not None:
-        file.refuse(
-            "datasets",
-            entry,
-            f"split: {split}: slices of a split are not supported; write the slice to its own file",
-        )
+        data.put(f"{data.section}.subset", subset, "name")
+    if split is None:
+        return
+    if not re.fullmatch(r"[\w.-]+", str(split)):
+        reason = "slices of a split are not supported; write the slice to its own file"
+        data.refuse(f"split: {split}: {reason}")
+    elif split != "train" or Path(name).is_dir() or on_hub:
+        data.put(f"{data.section}.split", split, "split")
 
 
-def entry_name(section: str) -> str:
-    return "datasets" if section == "training" else "test_datasets"
-
-
-def _type(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
+def _records(data: Dataset) -> None:
     """Translates the format of the records, and their template."""
-    kind = dataset.pop("type", None)
-    pairs = "rl" in file.keys
-    file.default("sft.skip_unlearned", True)
+    kind = data.keys.pop("type", None)
+    data.file.default("sft.skip_unlearned", True)
     if not isinstance(kind, str | None):
-        reason = "custom prompt formats (type) are not supported; set sft.chat_template instead"
-        file.refuse("datasets", entry, reason)
-    elif pairs:
-        _pairs(file, entry, dataset, kind or "")
+        data.refuse("custom prompt formats (type) are not supported; set sft.chat_template instead")
+    elif "rl" in data.file.keys:
+        _pairs(data, kind or "")
     elif kind in KINDS:
-        KINDS[kind](file, entry, dataset)
+        KINDS[kind](data)
     elif kind is None:
-        reason = (
-            "has no type, so it holds token ids; build these from text with `overland data build`"
-        )
-        file.refuse("datasets", entry, reason)
+        reason = "so it holds token ids; build these from text with `overland data build`"
+        data.refuse(f"has no type, {reason}")
     else:
-        file.refuse("datasets", entry, f"type: {kind}: expected {any_of(list(KINDS))}")
-    _learned(file, entry, dataset)
-    _too_long(file, kind)
-    _unused(file, entry, dataset)
+        data.refuse(f"type: {kind}: expected {any_of(list(KINDS))}")
+    _learned(data)
+    _too_long(data.file, kind)
+    for key, value in data.keys.items():
+        harmless, reason = UNUSED.get(key, ([], "unknown key; remove it"))
+        if harmless in ([True, False], [False]) and not isinstance(value, bool):
+            data.refuse(f"{key}: expected true or false")
+        elif not is_one_of(value, harmless):
+            data.refuse(f"{key}: {reason}")
 
 
 def _too_long(file: File, kind: Any) -> None:
@@ -180,70 +192,70 @@ def _too_long(file: File, kind: Any) -> None:
         file.put("sft.too_long", value, entry, "excess_length_strategy")
 
 
-def _chat(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
-    names = _table(file, entry, dataset, "message_property_mappings")
-    for key, ours in (("message_field_role", "role"), ("message_field_content", "content")):
-        if key in dataset:
-            names[ours] = dataset.pop(key)
+def _chat(data: Dataset) -> None:
+    names = data.table("message_property_mappings")
+    for ours in ("role", "content"):
+        if (key := f"message_field_{ours}") in data.keys:
+            names[ours] = data.keys.pop(key)
     shape = "auto"
     if names:
-        known = {key: names.pop(key) for key in ("role", "content") if key in names}
-        full = {"role": known.get("role", "role"), "content": known.get("content", "content")}
+        full = {"role": names.pop("role", "role"), "content": names.pop("content", "content")}
         if full not in TURNS or any(ours != theirs for ours, theirs in names.items()):
             reason = "expected role and content, or from and value; rename them in the files"
-            file.refuse("datasets", entry, f"message_property_mappings: {reason}")
+            data.refuse(f"message_property_mappings: {reason}")
         shape = "sharegpt" if full == TURNS[1] else "messages"
-    roles = dataset.get("roles")
+    roles = data.keys.get("roles")
     if isinstance(roles, dict) and any(listed(names) != [role] for role, names in roles.items()):
         shape = "sharegpt"  # which renames roles in turns of any form
-    file.put("sft.shape", shape, entry, "datasets.type")
-    if "field_messages" in dataset:
-        file.put("training.column", dataset.pop("field_messages"), entry, "datasets.field_messages")
-    _template(file, entry, dataset)
+    data.put("sft.shape", shape, "type")
+    if "field_messages" in data.keys:
+        data.put("training.column", data.keys.pop("field_messages"), "field_messages")
+    _template(data)
 
 
-def _sharegpt(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
+def _sharegpt(data: Dataset) -> None:
     """Removed from axolotl, but still found in many files."""
-    dataset.setdefault("field_messages", "conversations")
-    dataset["message_property_mappings"] = dict(TURNS[1])
-    if (named := dataset.pop("conversation", None)) is not None:
-        dataset["chat_template"] = named
-    _chat(file, entry, dataset)
+    data.keys.setdefault("field_messages", "conversations")
+    data.keys["message_property_mappings"] = dict(TURNS[1])
+    if (named := data.keys.pop("conversation", None)) is not None:
+        data.keys["chat_template"] = named
+    _chat(data)
 
 
-def _alpaca(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
-    file.put("sft.shape", "instruction", entry, "datasets.type")
+def _alpaca(data: Dataset) -> None:
+    file = data.file
+    data.put("sft.shape", "instruction", "type")
     if not file.decided("sft.chat_template"):
-        file.put("sft.chat_template", "alpaca", entry)
-    file.ignore("chat_template", "type: alpaca has its own prompt (sft.chat_template = alpaca)")
-    file.ignore("chat_template_jinja", "type: alpaca has its own prompt")
+        file.put("sft.chat_template", "alpaca", data.entry)
+    for key in ("chat_template", "chat_template_jinja"):
+        file.ignore(key, "type: alpaca has its own prompt (sft.chat_template = alpaca)")
 
 
-def _completion(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
-    file.put("sft.shape", "text", entry, "datasets.type")
-    file.put("training.column", dataset.pop("field", "text"), entry, "datasets.field")
-    file.put("sft.parse_specials", True, entry)
-    file.ignore("chat_template", "plain texts use no template")
+def _completion(data: Dataset) -> None:
+    data.put("sft.shape", "text", "type")
+    data.put("training.column", data.keys.pop("field", "text"), "field")
+    data.file.put("sft.parse_specials", True, data.entry)
+    data.file.ignore("chat_template", "plain texts use no template")
 
 
-def _pairs(file: File, entry: Entry, dataset: dict[str, Any], kind: str) -> None:
+def _pairs(data: Dataset, kind: str) -> None:
     writer, _, form = kind.rpartition(".")
-    file.put("sft.shape", "preference", entry, "datasets.type")
+    data.put("sft.shape", "preference", "type")
     lists = ("argilla_chat", "ultra", "default", "argilla", "chat_template")
     if writer == "orpo" or kind in ("chat_template", "orpo.chat_template"):
         writer, form = "chat_template", "default"
     if form not in lists or (form == "argilla" and writer != "chat_template"):
-        file.refuse("datasets", entry, f"type: {kind}: {TEXT_PAIRS}")
+        data.refuse(f"type: {kind}: {TEXT_PAIRS}")
     elif writer in ("chatml", "llama3"):
-        dataset["chat_template"] = writer
-    names = _table(file, entry, dataset, "message_property_mappings")
+        data.keys["chat_template"] = writer
+    names = data.table("message_property_mappings")
     if names and names not in TURNS:
-        file.refuse("datasets", entry, "expected turns with role and content, or from and value")
-    dataset.pop("field_messages", None)
-    _template(file, entry, dataset)
+        data.refuse("expected turns with role and content, or from and value")
+    data.keys.pop("field_messages", None)
+    _template(data)
 
 
-KINDS: dict[str, Callable[[File, Entry, dict[str, Any]], None]] = {
+KINDS: dict[str, Callable[[Dataset], None]] = {
     "chat_template": _chat,
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,
@@ -251,69 +263,49 @@ KINDS: dict[str, Callable[[File, Entry, dict[str, Any]], None]] = {
 }
 
 
-def _template(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
+def _template(data: Dataset) -> None:
     """Translates the chat template; a dataset's own one overrides the one for all datasets."""
-    place = file.take("chat_template")
-    jinja = file.take("chat_template_jinja")
-    name = dataset.pop("chat_template", place.value if place else None)
-    text = dataset.pop("chat_template_jinja", jinja.value if jinja else None)
-    source = place or jinja or entry
+    file, place, jinja = data.file, *map(data.file.take, ("chat_template", "chat_template_jinja"))
+    name = data.keys.pop("chat_template", place.value if place else None)
+    text = data.keys.pop("chat_template_jinja", jinja.value if jinja else None)
+    source = place or jinja or data.entry
     if file.decided("sft.chat_template"):
         return
     if text is not None and name in (None, "jinja"):
         if "\n" in str(text) or "{" in str(text):
-            reason = (
-                "contains the template itself; save it to a file, and set the path of that file"
-            )
+            reason = "contains the template itself; save it to a file, and set the path to that"
             file.refuse("chat_template_jinja", source, reason)
         else:
             file.put("sft.chat_template", text, source, "chat_template_jinja")
-    elif name in TEMPLATES and name != "alpaca":
+    elif name == "chatml":
         file.put("sft.chat_template", name, source, "chat_template")
     elif str(name).startswith(FALLBACK):
         other = str(name).removeprefix(FALLBACK)
         file.note(
             source,
             f"chat_template: {name} is the tokenizer's own; if it has none, set sft.chat_template"
-            + (f" = {other}" if other in TEMPLATES else " to a file"),
+            + (f" = {other}" if other in ("chatml", "alpaca") else " to a file"),
         )
     elif name not in (None, "tokenizer_default"):
         file.refuse(
             "chat_template",
-            source if place else Entry(name, entry.where),
+            source if place else Entry(name, data.entry.where),
             "this template is built into axolotl; remove the key if the tokenizer has its own "
             "template, or set sft.chat_template to a file or to chatml",
         )
 
 
-def _learned(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
-    everything = file.take("train_on_inputs")
+def _learned(data: Dataset) -> None:
+    everything = data.file.take("train_on_inputs")
     if is_on(everything):
-        file.put("sft.learn", "all", everything, "train_on_inputs")
+        data.file.put("sft.learn", "all", everything, "train_on_inputs")
     else:
-        file.without_meaning("train_on_inputs", everything, "prompts are not learned (sft.learn)")
-    for role, names in _table(file, entry, dataset, "roles").items():
+        reason = "prompts are not learned (sft.learn)"
+        data.file.without_meaning("train_on_inputs", everything, reason)
+    for role, names in data.table("roles").items():
         unknown = [str(name) for name in listed(names) if name not in ROLES.get(str(role), ())]
         if unknown:
-            reason = f"roles: {any_of(unknown)} is not a known role; rename it in the files"
-            file.refuse("datasets", entry, reason)
-
-
-def _table(file: File, entry: Entry, dataset: dict[str, Any], key: str) -> dict[str, Any]:
-    value = dataset.pop(key, {})
-    if not isinstance(value, dict):
-        file.refuse("datasets", entry, f"{key}: expected a table of keys")
-        return {}
-    return {str(name): item for name, item in value.items()}
-
-
-def _unused(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
-    for key, value in dataset.items():
-        harmless, reason = UNUSED.get(key, ([], "unknown key; remove it"))
-        if key in UNUSED and harmless in ([True, False], [False]) and not isinstance(value, bool):
-            file.refuse("datasets", entry, f"{key}: expected true or false")
-        elif not is_one_of(value, harmless):
-            file.refuse("datasets", entry, f"{key}: {reason}")
+            data.refuse(f"roles: {any_of(unknown)} is not a known role; rename it in the files")
 
 
 def _packing(file: File) -> None:
@@ -335,19 +327,19 @@ def _validation(file: File) -> None:
     share, others = file.take("val_set_size"), _datasets(file, "test_datasets")
     strategy = file.take("eval_strategy") or file.take("evaluation_strategy")
     is_off = strategy is not None and strategy.value in ("no", False)
-    if others is not None:
-        entry, records = others
-        if len(records) > 1:
-            file.refuse("test_datasets", entry, "only one validation set is supported; name one")
-        _source(file, entry, records[0], "validation")
-        column = records[0].get("field_messages") or records[0].get("field")
+    if others:
+        first, *more = others
+        if more:
+            file.refuse("test_datasets", first.entry, "only one validation set is supported")
+        _source(first)
+        column = first.keys.get("field_messages") or first.keys.get("field")
         if column is not None:
-            file.put("validation.column", column, entry)
+            file.put("validation.column", column, first.entry)
     elif is_on(share):
         size = share.value
         whole = isinstance(size, float) and size > 1 and size.is_integer()
         file.put("data.holdout", int(size) if whole else size, share, "val_set_size")
-    source = others[0] if others else share
+    source = others[0].entry if others else share
     if is_on(source) and not is_off:
         file.put("validation.enable", True, source)
         file.put("validation.steps", -1, source)

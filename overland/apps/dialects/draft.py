@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
-from overland.config.errors import Problem
+from overland.config.errors import Problem, show_value
 from overland.config.source import Entries, Entry, KeyPath, Translated
+from overland.words import any_of
 
 SAME = "Overland already works this way"
 
@@ -53,16 +54,27 @@ class Draft:
         self.entries[path] = Entry(value, source.where, source.section_where)
         return True
 
-    def put_all(self, values: Mapping[str, Any], source: Entry) -> None:
-        for today, value in values.items():
-            self.put(today, value, source)
-
-    def move(self, old: str, today: str, value: Any, source: Entry, text: str = "") -> None:
+    def move(self, old: str, today: str, value: Any, source: Entry) -> None:
         """Sets a key from an older one, and notes that it did, or that the current one wins."""
         if not self.put(today, value, source):
             self.became(source, f"{old} is ignored, since {today} is also set")
         elif old != today:
-            self.became(source, text or f"{old} is now {today}")
+            self.became(source, f"{old} is now {today}")
+
+    def change(
+        self, old: str, source: Entry, today: Mapping[str, Any], otherwise: str = SAME
+    ) -> None:
+        """Sets what an older key became with the value that it has. If that is nothing, it has no
+        effect, and `otherwise` says why."""
+        said = [f"{key} = {show_value(value)}" for key, value in today.items()
+                if self.put(key, value, source)]  # fmt: skip
+        if not today:
+            self.without_meaning(old, source, otherwise)
+        elif said:
+            shown = f"{old} = {show_value(source.value)}"
+            self.became(source, f"{shown} is now {any_of(said, 'and')}")
+        else:
+            self.became(source, f"{old} is ignored, since {any_of([*today], 'and')} is also set")
 
     def decided(self, today: str) -> bool:
         """Returns whether the file or the command line sets a current key, or a part of it."""

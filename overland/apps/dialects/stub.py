@@ -6,6 +6,7 @@ they do not exist, it trains on random tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from overland.apps.dialects.draft import Draft, by_key, is_one_of, path_of
@@ -53,13 +54,13 @@ SIZES = (
     "decoder_num_hidden_layers", "decoder_num_attention_heads", "decoder_intermediate_size",
 )  # fmt: skip
 TRANSFORM_SET = ("dataset", "transforms", "set")
+PADS = ("dataset.transforms.H_pad", "dataset.transforms.W_pad")
 TRANSFORMS = "these transforms are disabled"
-NORMS = ("instance_norm", "uses_instance_norm")
-DROPS = ("drop_last", "drop_last_in_sampler", "drop_last_in_loader")
-SWITCHES = frozenset(
-    {"dist.cpu_only", "misc.cpu_only", "misc.uses_mixed_precision", "model.from_scratch"}
-    | {f"dataset.{name}" for name in DROPS}
-)
+NORMS = (("instance_norm",), ("uses_instance_norm",))
+SWITCHES = (
+    "dist.cpu_only", "misc.cpu_only", "misc.uses_mixed_precision", "model.from_scratch",
+    "dataset.drop_last", "dataset.drop_last_in_sampler", "dataset.drop_last_in_loader",
+)  # fmt: skip
 STATE_DICTS = ("full", "sharded", "shard", "local")
 NEVER = 1_000_000_000  # steps between saves
 
@@ -67,7 +68,6 @@ NEVER = 1_000_000_000  # steps between saves
 WITHOUT_MEANING = by_key({
     "debug.seed determines all random numbers": "dist.uses_unique_world_seed",
     TRANSFORMS: "dataset.transforms",
-    "model.overrides.num_channels sets it": "dataset.num_channels",
     "a thread reads ahead (data.read_ahead); there are no loader processes":
         "dataset.cache_size dataset.num_workers dataset.pin_memory dataset.prefetch_factor",
     "checkpoints are sharded and complete, and any number of devices can load them":
@@ -78,15 +78,18 @@ WITHOUT_MEANING = by_key({
     "validation reads the same images every time, and all are finite": "misc.max_eval_retry",
     "the launcher sets the number of devices (NGPU)": "misc.num_gpus",
 })  # fmt: skip
-# Keys that depend on others, and are translated after all of them.
-LATER = frozenset({
-    "checkpoint.state_dict_type", "lr_scheduler.total_iterations", "dataset.input.C",
-    "checkpoint.chkpt_saving_iterations", "dataset.input.H", "dataset.input.W",
-    "dataset.transforms.H_pad", "dataset.transforms.W_pad", "checkpoint.directory",
-    "checkpoint.prefix", "loss.grad_accum_steps", "model.from_scratch",
-    "lr_scheduler.scheduler_update_iterations", "dist.cpu_only", "misc.cpu_only",
-    "misc.uses_mixed_precision", *(f"dataset.{name}" for name in DROPS),
-})  # fmt: skip
+
+ABOUT = (
+    "a config of the training stub, read as a vit_mae with a cosine schedule, on random tensors if "
+    "the lists of images do not exist"
+)
+FIXED = {
+    "training.dataset": "random", "images.if_missing": "random", "model.name": "vit_mae",
+    "lr_scheduler.decay_type": "cosine",
+}  # fmt: skip
+
+Given = dict[str, Entry]
+"""Keys of the file that are translated together."""
 
 
 def is_stub(entries: Entries) -> bool:
@@ -115,33 +118,21 @@ class Stub(Draft):
 
     def translate(self) -> Translated:
         first = next(iter(self.given.values()))
-        fixed = {
-            "training.dataset": "random", "images.if_missing": "random", "model.name": "vit_mae",
-            "lr_scheduler.decay_type": "cosine",
-        }  # fmt: skip
-        self.put_all(fixed, first)
-        about = (
-            "a config of the training stub, read as a vit_mae with a cosine schedule, on random "
-            "tensors if the lists of images do not exist"
-        )
-        self.became(self.first, about)
+        for today, value in FIXED.items():
+            self.put(today, value, first)
+        self.became(self.first, ABOUT)
         self._model()
         for path, entry in self.given.items():
             self._one(path, entry)
-        self._switches()
-        self._steps()
-        self._images()
-        self._channels()
-        self._transforms()
-        self._last_batch()
-        self._saves()
-        self._numbers()
-        self._accumulation()
-        self._from_scratch()
-        self._folder()
+        if path_of("training.steps") in self.above:  # they override the file's epochs
+            self.entries.pop(path_of("training.epochs"), None)
+        for function, keys in LATER.items():
+            given = {key: one for key in keys.split() if (one := self.get(key)) is not None}
+            if given:
+                function(self, given)
         if path_of("training.dataset_path") in self.entries:
             del self.entries["training", "dataset"]  # images.if_missing says what replaces the list
-        return self.finish(f"{self.first.where}: {about}")
+        return self.finish(f"{self.first.where}: {ABOUT}")
 
     def _model(self) -> None:
         """Sets the model that `hf_config` changes: transformers' ViTMAEConfig, as in the stub."""
@@ -159,158 +150,122 @@ class Stub(Draft):
             )
 
     def _one(self, path: KeyPath, entry: Entry) -> None:
-        dotted = ".".join(path)
+        key = ".".join(path)
         tables = (".".join(path[:n]) for n in range(len(path), 0, -1))
         reason = next((WITHOUT_MEANING[name] for name in tables if name in WITHOUT_MEANING), None)
+        if key in SWITCHES and entry.value is not None:
+            self.expect_bool(key, entry)
         if is_size(path):
             self.put(("model", "overrides", *path[2:]), entry.value, entry)
         elif path == HF_CONFIG:  # nothing below it, or only comments
             if entry.value not in (None, {}):
                 example = "expected keys of a ViTMAEConfig, as in `hidden_size: 1280`"
-                self.refuse(dotted, entry, example)
-        elif dotted in LATER or path[:3] == TRANSFORM_SET:
+                self.refuse(key, entry, example)
+        elif path[:3] == TRANSFORM_SET:
+            self._transform(path[3:], key, entry)
+        elif key in (*PADS, *TRANSLATED_LATER):
             pass
-        elif dotted in RENAMED and entry.value is None:
-            self.without_meaning(dotted, entry, UNSET)
-        elif dotted in RENAMED:
-            self.move(dotted, RENAMED[dotted], entry.value, entry)
+        elif key in RENAMED and entry.value is None:
+            self.without_meaning(key, entry, UNSET)
+        elif key in RENAMED:
+            self.move(key, RENAMED[key], entry.value, entry)
         elif reason:
-            self.without_meaning(dotted, entry, reason)
+            self.without_meaning(key, entry, reason)
         elif path[0] == "misc":
-            self.refuse(dotted, entry, "unknown key; remove it")
+            self.refuse(key, entry, "unknown key; remove it")
         else:
             # A current key, or an unknown one, which validation reports.
             self.put((HOME.get(path[0], path[0]), *path[1:]), entry.value, entry)
 
-    def _switches(self) -> None:
-        """Refuses values that are neither true nor false, since any text would count as true."""
-        for path, entry in self.given.items():
-            dotted = ".".join(path)
-            is_transform = path[:3] == TRANSFORM_SET and path[3:] not in [(one,) for one in NORMS]
-            if not (dotted in SWITCHES or is_transform) or entry.value is None:
-                continue
-            if len(path) != 4 and is_transform:
-                reason = "expected dataset.transforms.set.NAME: true or false"
-                self.refuse(dotted, entry, reason)
+    def _transform(self, name: KeyPath, key: str, entry: Entry) -> None:
+        """Refuses transforms that are enabled but not supported: without them, training would use
+        other images than was asked for."""
+        sizes = [self.get(size) for size in PADS]
+        if name in NORMS:
+            self.move(key, "images.instance_norm", entry.value, entry)
+        elif len(name) != 1 and entry.value is not None:
+            self.refuse(key, entry, "expected dataset.transforms.set.NAME: true or false")
+        elif is_one_of(entry.value, [False, None]):
+            self.without_meaning(key, entry, TRANSFORMS)
+        elif self.expect_bool(key, entry):
+            if name != ("pad",):
+                self.refuse(key, entry, "this transform is not supported; set it to false")
+            elif None in sizes:
+                reason = "set H_pad and W_pad of dataset.transforms to the padded size"
+                self.refuse(key, entry, reason)
             else:
-                self.expect_bool(dotted, entry)
+                self.put("images.pad", [one.value for one in sizes if one], entry)
+                text = "dataset.transforms.set.pad, H_pad and W_pad are now images.pad"
+                self.became(entry, text)
 
-    def _steps(self) -> None:
+    def _steps(self, given: Given) -> None:
         """Sets the length of the run; the stub ends after its epochs, however long the schedule
         is."""
-        epochs, steps = path_of("training.epochs"), path_of("training.steps")
-        if steps in self.above:  # steps on the command line override the file's epochs
-            self.entries.pop(epochs, None)
-        entry = self.get("lr_scheduler.total_iterations")
-        if entry is None:
-            return
-        self.put("lr_scheduler.total_steps", entry.value, entry)
-        if epochs in self.entries or epochs in self.above:
-            text = "lr_scheduler.total_steps; the run ends after misc.max_epochs"
-        else:
-            self.put(steps, entry.value, entry)
-            text = "training.steps and lr_scheduler.total_steps"
-        self.became(entry, f"lr_scheduler.total_iterations is now {text}")
+        ((key, entry),) = given.items()
+        today = {"lr_scheduler.total_steps": entry.value}
+        if not self.decided("training.epochs"):
+            today["training.steps"] = entry.value
+        self.change(key, entry, today)
 
-    def _images(self) -> None:
-        sizes = {name: self.get(f"dataset.input.{name}") for name in ("C", "H", "W")}
-        given = [entry for entry in sizes.values() if entry is not None]
-        missing = [name for name, entry in sizes.items() if entry is None]
-        if given and missing:
-            reason = f"dataset.input.{missing[0]} is missing"
-            self.refuse("dataset.input", given[0], reason)
-        elif given:
-            self.put("images.shape", [entry.value for entry in given], given[0])
-            text = "dataset.input.C, H and W are now images.shape, for random tensors"
-            self.became(given[0], text)
+    def _images(self, given: Given) -> None:
+        first = next(iter(given.values()))
+        for name in "CHW":
+            if f"dataset.input.{name}" not in given:
+                self.refuse("dataset.input", first, f"dataset.input.{name} is missing")
+                return
+        self.put("images.shape", [entry.value for entry in given.values()], first)
+        text = "dataset.input.C, H and W are now images.shape, for random tensors"
+        self.became(first, text)
 
-    def _channels(self) -> None:
+    def _channels(self, given: Given) -> None:
         """Refuses a number of channels that is not the model's."""
-        entry, settings = self.get("dataset.num_channels"), {**self.entries, **self.above}
-        if entry is None or entry.value is None:
-            return
+        ((key, entry),) = given.items()
+        settings = {**self.entries, **self.above}
         taken = settings.get(("model", "overrides", "num_channels"))
         if taken is not None:
             own, said = taken.value, f"is {taken.value}; make them equal, or"
         elif settings.get(("model", "flavor"), entry).value == FLAVOR:
             own, said = CHANNELS, f"is not set, and {CHANNELS} by default; set it too, or"
         else:
-            return
-        if own != entry.value:
-            reason = f"model.hf_config.num_channels {said} remove this key"
-            self.refuse("dataset.num_channels", entry, reason)
+            own, said = None, ""
+        if own is None or entry.value in (None, own):
+            self.without_meaning(key, entry, "model.overrides.num_channels sets it")
+        else:
+            self.refuse(key, entry, f"model.hf_config.num_channels {said} remove this key")
 
-    def _transforms(self) -> None:
-        """Refuses transforms that are enabled but not supported: without them, training would use
-        other images than was asked for."""
-        for path, entry in self.given.items():
-            if path[:3] != TRANSFORM_SET or len(path) != 4:
-                continue
-            name, dotted = path[3], ".".join(path)
-            sizes = [self.get(f"dataset.transforms.{key}") for key in ("H_pad", "W_pad")]
-            if name in NORMS:
-                self.move(dotted, "images.instance_norm", entry.value, entry)
-            elif entry.value in (False, None):
-                self.without_meaning(dotted, entry, TRANSFORMS)
-            elif not isinstance(entry.value, bool):
-                pass  # _switches refuses it
-            elif name != "pad":
-                self.refuse(dotted, entry, "this transform is not supported; set it to false")
-            elif None in sizes:
-                reason = "set H_pad and W_pad of dataset.transforms to the padded size"
-                self.refuse(dotted, entry, reason)
-            else:
-                self.put("images.pad", [one.value for one in sizes if one], entry)
-                text = "dataset.transforms.set.pad, H_pad and W_pad are now images.pad"
-                self.became(entry, text)
+    def _last_batch(self, given: Given) -> None:
+        first, *_ = given.values()
+        how = "drop" if any(entry.value is True for entry in given.values()) else "pad"
+        self.put("training.last_batch", how, first)
+        self.became(
+            first,
+            "dataset.drop_last_in_sampler and drop_last_in_loader are now training.last_batch "
+            f'= "{how}", for the whole run: batches continue across segments and epochs',
+        )
 
-    def _last_batch(self) -> None:
-        given = [entry for name in DROPS if (entry := self.get(f"dataset.{name}")) is not None]
-        if given:
-            how = "drop" if any(entry.value is True for entry in given) else "pad"
-            self.put("training.last_batch", how, given[0])
-            self.became(
-                given[0],
-                "dataset.drop_last_in_sampler and drop_last_in_loader are now training.last_batch "
-                f'= "{how}", for the whole run: batches continue across segments and epochs',
-            )
-
-    def _saves(self) -> None:
+    def _saves(self, given: Given) -> None:
         """Sets saving and validation; the stub validates when it saves, and keeps the best."""
-        saves = self.get("checkpoint.chkpt_saving_iterations")
-        if saves is None:
+        ((key, entry),) = given.items()
+        if entry.value is None:
+            text = "null saves only after the last step and when stopped, and does not validate"
+            self.became(entry, f"{key}: {text}")
+            self.put("checkpoint.interval", NEVER, entry)
             return
-        if saves.value is None:
-            self.became(
-                saves,
-                "checkpoint.chkpt_saving_iterations: null saves only after the last step and when "
-                "stopped, and does not validate",
-            )
-            self.put("checkpoint.interval", NEVER, saves)
-            return
-        self.put("checkpoint.interval", saves.value, saves)
-        self.became(saves, "checkpoint.chkpt_saving_iterations is now checkpoint.interval")
+        today = {"checkpoint.interval": entry.value}
         if path_of("validation.dataset_path") in self.entries:
-            validated = {
-                "validation.enable": True, "validation.freq": saves.value,
+            today |= {
+                "validation.enable": True, "validation.freq": entry.value,
                 "checkpoint.keep_best": 1,
             }  # fmt: skip
-            self.put_all(validated, saves)
-            self.became(
-                saves,
-                "each of these saves also validates on path_eval (validation.freq), and the best "
-                "checkpoint is kept (checkpoint.keep_best)",
-            )
+        self.change(key, entry, today)
 
-    def _accumulation(self) -> None:
+    def _accumulation(self, given: Given) -> None:
         """Refuses accumulation, since the batch also depends on the unknown number of devices."""
-        key, batch = "loss.grad_accum_steps", path_of("training.global_batch_size")
-        entry, size = self.get(key), self.get("dataset.batch_size")
-        if entry is None:
-            return
+        ((key, entry),) = given.items()
+        size = self.get("dataset.batch_size")
         if is_one_of(entry.value, [None, 1]):
             self.without_meaning(key, entry, "there is no accumulation")
-        elif batch in self.given or batch in self.above:
+        elif self.decided("training.global_batch_size"):
             self.without_meaning(key, entry, "it follows from training.global_batch_size")
         else:
             local = size.value if size else "local_batch_size"
@@ -321,11 +276,8 @@ class Stub(Draft):
                 f"to {local} × {entry.value} × the number of data-parallel devices",
             )
 
-    def _from_scratch(self) -> None:
-        key = "model.from_scratch"
-        entry = self.get(key)
-        if entry is None:
-            return
+    def _from_scratch(self, given: Given) -> None:
+        ((key, entry),) = given.items()
         has_weights = self.decided("checkpoint.initial_load_path")
         if entry.value is True and has_weights:
             reason = "checkpoint.pretrain sets initial weights; remove it, or set this to false"
@@ -340,65 +292,72 @@ class Stub(Draft):
             reason = "checkpoint.initial_load_path sets the initial weights"
             self.without_meaning(key, entry, reason)
 
-    def _numbers(self) -> None:
-        """Translates device and precision, which override dist.backend and dist.dtype, the form of
-        checkpoints and the unit of the schedule."""
-        for key in ("dist.cpu_only", "misc.cpu_only"):
-            entry = self.get(key)
-            if entry is not None and entry.value is True:
-                self.put_all({"comm.backend": "gloo", "training.device": "cpu"}, entry)
-                text = 'cpu_only is now training.device = "cpu", with comm.backend = "gloo"'
-                self.became(entry, text)
-            else:
-                self.without_meaning(key, entry, "GPUs are used if there are any")
-        key = "misc.uses_mixed_precision"
-        entry = self.get(key)
-        if entry is not None and entry.value is False:
-            self.put("training.mixed_precision_param", "float32", entry)
-            self.became(entry, f'{key} is now mixed_precision_param = "float32"')
-        else:
-            self.without_meaning(key, entry, "training.mixed_precision_param sets the type")
-        key = "lr_scheduler.scheduler_update_iterations"
-        if (entry := self.get(key)) is not None:
-            same = "the learning rate is updated at every step"
-            advice = "set this to 1, and count warmup_iterations and total_iterations in steps"
-            self.expect(key, entry, [None, 1], f"{same}; {advice}", same)
-        key = "checkpoint.state_dict_type"
-        if (entry := self.get(key)) is not None:
-            if entry.value == "full":  # the stub's are four files of `torch.save`
-                own = self.get("checkpoint.type")
-                is_full = own is None or own.value == "full"  # only these have formats
-                files = {"checkpoint.full_format": "torch"} if is_full else {}
-                self._form_of_checkpoints({"checkpoint.type": "full", **files}, entry)
-            elif entry.value in (None, *STATE_DICTS):
-                self._form_of_checkpoints({"checkpoint.type": "shard"}, entry)
-            else:
-                self.refuse(key, entry, f"expected {any_of(list(STATE_DICTS))}")
+    def _device(self, given: Given) -> None:
+        cpu = {"comm.backend": "gloo", "training.device": "cpu"}
+        for key, entry in given.items():
+            today = cpu if entry.value is True else {}
+            self.change(key, entry, today, "GPUs are used if there are any")
 
-    def _form_of_checkpoints(self, values: dict[str, str], source: Entry) -> None:
-        """Sets keys from `checkpoint.state_dict_type`, but none that the file sets itself."""
-        key, own = "checkpoint.state_dict_type", [one for one in values if self.get(one)]
-        for one in own:
-            self.became(source, f"{key} does not set {one}, since {one} is also set")
-        rest = {today: value for today, value in values.items() if today not in own}
-        if rest:
-            self.put_all(rest, source)
-            text = " with ".join(f'{today} = "{value}"' for today, value in rest.items())
-            self.became(source, f"{key} is now {text}")
+    def _precision(self, given: Given) -> None:
+        ((key, entry),) = given.items()
+        today = {"training.mixed_precision_param": "float32"} if entry.value is False else {}
+        self.change(key, entry, today, "training.mixed_precision_param sets the type")
 
-    def _folder(self) -> None:
-        directory, prefix = self.get("checkpoint.directory"), self.get("checkpoint.prefix")
-        parts = [str(part.value) for part in (directory, prefix) if part and part.value]
-        source = directory or prefix
-        if source and parts:
-            folder = str(PurePosixPath(*parts))
-            self.put_all({"job.dump_folder": folder, "checkpoint.link_by_time": True}, source)
+    def _updates(self, given: Given) -> None:
+        ((key, entry),) = given.items()
+        same = "the learning rate is updated at every step"
+        advice = "set this to 1, and count warmup_iterations and total_iterations in steps"
+        self.expect(key, entry, [None, 1], f"{same}; {advice}", same)
+
+    def _form_of_checkpoints(self, given: Given) -> None:
+        """Sets the form of checkpoints, except for the keys of it that the file sets itself."""
+        ((key, entry),) = given.items()
+        if entry.value not in (None, *STATE_DICTS):
+            self.refuse(key, entry, f"expected {any_of(list(STATE_DICTS))}")
+            return
+        today = {"checkpoint.type": "full" if entry.value == "full" else "shard"}
+        own = self.get("checkpoint.type")
+        if entry.value == "full" and (own is None or own.value == "full"):
+            today["checkpoint.full_format"] = "torch"  # the stub's are four files of `torch.save`
+        for one in [one for one in today if self.get(one)]:
+            del today[one]
+            self.became(entry, f"{key} does not set {one}, since {one} is also set")
+        if today:
+            self.change(key, entry, today)
+
+    def _folder(self, given: Given) -> None:
+        parts = [str(entry.value) for entry in given.values() if entry.value]
+        if parts:
+            source, folder = next(iter(given.values())), str(PurePosixPath(*parts))
+            self.put("job.dump_folder", folder, source)
+            self.put("checkpoint.link_by_time", True, source)
             self.became(
                 source,
                 f'checkpoint.directory and prefix are now job.dump_folder = "{folder}"; '
                 f"checkpoints are also linked as {folder}.<time>[.preempt] "
                 "(checkpoint.link_by_time)",
             )
+
+
+# Keys that depend on others, and are translated after all of them. Each function gets those of its
+# keys that the file has.
+LATER: dict[Callable[[Stub, Given], None], str] = {
+    Stub._steps: "lr_scheduler.total_iterations",
+    Stub._images: "dataset.input.C dataset.input.H dataset.input.W",
+    Stub._channels: "dataset.num_channels",
+    Stub._last_batch: (
+        "dataset.drop_last dataset.drop_last_in_sampler dataset.drop_last_in_loader"
+    ),
+    Stub._saves: "checkpoint.chkpt_saving_iterations",
+    Stub._device: "dist.cpu_only misc.cpu_only",
+    Stub._precision: "misc.uses_mixed_precision",
+    Stub._updates: "lr_scheduler.scheduler_update_iterations",
+    Stub._form_of_checkpoints: "checkpoint.state_dict_type",
+    Stub._accumulation: "loss.grad_accum_steps",
+    Stub._from_scratch: "model.from_scratch",
+    Stub._folder: "checkpoint.directory checkpoint.prefix",
+}
+TRANSLATED_LATER = frozenset(" ".join(LATER.values()).split())
 
 
 def is_size(path: KeyPath) -> bool:

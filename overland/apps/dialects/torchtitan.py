@@ -1,7 +1,8 @@
 """torchtitan's TOML: files of v0.2 load unchanged, and older ones too, with notes on what changed.
 
 Works on raw keys, so a file in current keys passes through untouched. Renamed keys are in
-`torchtitan_keys`; the few whose values change as well have a function here.
+`torchtitan_keys`; those whose values change as well are in CHANGED, and the few that depend on
+other keys, or are lists, have a function here.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ WEIGHTS_IN_HF = "checkpoint.initial_load_in_hf"
 INITIAL_WEIGHTS = "checkpoint.initial_load_path"
 ASSETS = "model.hf_assets_path"
 NO_CONVERTER = "there are no converters; set training.float8 for float8"
+FLOAT8 = {"training.float8": "tensorwise"}
 
 
 def translate_torchtitan(
@@ -39,8 +41,12 @@ def translate_torchtitan(
     draft = Draft({path: e for path, e in entries.items() if path not in old}, shown)
     for path, entry in old.items():
         key = ".".join(path)
+        if key in SWITCHES and not draft.expect_bool(key, entry):
+            continue
         if key in SPECIAL:
             SPECIAL[key](draft, key, entry)
+        elif key in CHANGED:
+            draft.change(key, entry, CHANGED[key](entry.value), HARMLESS)
         elif key in RENAMED:
             draft.move(key, RENAMED[key], entry.value, entry)
         elif key in REFUSED:
@@ -52,7 +58,7 @@ def translate_torchtitan(
             draft.without_meaning(key, entry, HARMLESS if entry.value == default else reason)
         elif reason := _ignored_section(path):
             draft.without_meaning(key, entry, HARMLESS if entry.value is False else reason)
-        elif entry.value != {}:
+        elif key != WEIGHTS_IN_HF and entry.value != {}:
             draft.refuse(key, entry, UNKNOWN)
     if (asked := old.get(path_of(WEIGHTS_IN_HF))) is not None:
         _weights_from_assets(draft, asked, {**below, **draft.entries, **above})
@@ -66,11 +72,12 @@ def todays_key(path: KeyPath) -> KeyPath:
 
 
 def _is_old(path: KeyPath, entry: Entry) -> bool:
-    dotted = ".".join(path)
-    if dotted in SPECIAL:
-        return dotted not in BY_VALUE or BY_VALUE[dotted](entry.value)
-    listed = dotted in RENAMED or dotted in REFUSED or dotted in IGNORED
-    return listed or bool(_ignored_section(path)) or path[0] in REFUSED_SECTIONS
+    key = ".".join(path)
+    if key in BY_VALUE:
+        return BY_VALUE[key](entry.value)
+    tables = (SPECIAL, CHANGED, RENAMED, REFUSED, IGNORED, (WEIGHTS_IN_HF,))
+    listed = any(key in table for table in tables) or path[0] in REFUSED_SECTIONS
+    return listed or bool(_ignored_section(path))
 
 
 def _ignored_section(path: KeyPath) -> str:
@@ -79,24 +86,23 @@ def _ignored_section(path: KeyPath) -> str:
     return next((IGNORED_SECTIONS[name] for name in tables if name in IGNORED_SECTIONS), "")
 
 
-def _flavor(draft: Draft, key: str, entry: Entry) -> None:
-    """Translates 8B_flex and 8B_varlen: 8B with attention within documents."""
-    size, _, kind = entry.value.removesuffix("_attn").rpartition("_")
-    draft.put(key, size, entry)
+def _flavor(flavor: str) -> dict[str, Any]:
+    """Returns what 8B_flex and 8B_varlen are: 8B with attention within documents."""
+    size, _, kind = flavor.removesuffix("_attn").rpartition("_")
     backend = {"flex": "flex", "varlen": "auto"}[kind]
-    draft.put("model.attention", backend, entry)
-    draft.put("data.document_mask", True, entry)
-    draft.became(
-        entry,
-        f'model.flavor = "{entry.value}" is now model.flavor = "{size}" with model.attention = '
-        f'"{backend}" and data.document_mask = true',
-    )
+    return {"model.flavor": size, "model.attention": backend, "data.document_mask": True}
 
 
-def _name(draft: Draft, key: str, entry: Entry) -> None:
-    today = OLD_NAMES[entry.value]
-    draft.put(key, today, entry)
-    draft.became(entry, f'model.name = "{entry.value}" is now "{today}"')
+def _tokenizer_folder(file: Any) -> dict[str, Any]:
+    """Returns the folder of a tokenizer's file; Meta's own file is in `original/`."""
+    if not isinstance(file, str):
+        return {}
+    folder = PurePosixPath(file)
+    if folder.suffix in (".model", ".json") or Path(file).is_file():
+        folder = folder.parent
+    if folder.name == "original":
+        folder = folder.parent
+    return {ASSETS: f"./{folder}" if file.startswith("./") else str(folder)}
 
 
 def _converters(draft: Draft, key: str, entry: Entry) -> None:
@@ -105,68 +111,13 @@ def _converters(draft: Draft, key: str, entry: Entry) -> None:
         draft.without_meaning(key, entry, HARMLESS)
     for name in names:
         if name in ("quantize.linear.float8", "float8"):
-            _narrow(draft, f'"{name}" in model.converters', entry)
+            draft.change(key, entry, FLOAT8)
         elif "grouped_mm" in name:
             draft.became(entry, f'"{name}" in model.converters is ignored: {EXPERTS}')
         elif name.endswith("mx"):
             draft.refuse(key, entry, f'"{name}" is not supported: {MX}; {NO_CONVERTER}')
         else:
             draft.refuse(key, entry, f'"{name}" is not known: {NO_CONVERTER}')
-
-
-def _float8(draft: Draft, key: str, entry: Entry) -> None:
-    if not draft.expect_bool(key, entry):
-        return
-    if entry.value:
-        _narrow(draft, key, entry)
-    else:
-        draft.without_meaning(key, entry, HARMLESS)
-
-
-def _narrow(draft: Draft, asked: str, entry: Entry) -> None:
-    text = f'{asked} is now training.float8 = "tensorwise"; the head is not float8'
-    draft.move(asked, "training.float8", "tensorwise", entry, text)
-
-
-def _norm_type(draft: Draft, key: str, entry: Entry) -> None:
-    """rmsnorm, fused_rmsnorm and compiled_rmsnorm compute the same. Any other value is passed to
-    the model, which refuses norms that it does not have."""
-    if str(entry.value).endswith("rmsnorm"):
-        draft.without_meaning(key, entry, "RMSNorm is the default norm")
-    else:
-        draft.move(key, "model.overrides.norm_type", entry.value, entry)
-
-
-def _tokenizer_path(draft: Draft, key: str, entry: Entry) -> None:
-    """Replaces a tokenizer file by its folder; Meta's own file is in `original/`."""
-    if not isinstance(entry.value, str):
-        draft.without_meaning(key, entry, HARMLESS)
-        return
-    folder = PurePosixPath(entry.value)
-    if folder.suffix in (".model", ".json") or Path(entry.value).is_file():
-        folder = folder.parent
-    if folder.name == "original":
-        folder = folder.parent
-    value = str(folder) if not entry.value.startswith("./") else f"./{folder}"
-    text = f'{key} is now {ASSETS} = "{value}", the folder that holds the tokenizer'
-    draft.move(key, ASSETS, value, entry, text)
-
-
-def _color(draft: Draft, key: str, entry: Entry) -> None:
-    value = not entry.value if isinstance(entry.value, bool) else entry.value
-    draft.move(key, "metrics.disable_color_printing", value, entry)
-
-
-def _checkpoint_folder(draft: Draft, key: str, entry: Entry) -> None:
-    """Translates the folder; the first versions saved nothing if it was empty."""
-    if entry.value == "":
-        draft.move(key, "checkpoint.enable", False, entry)
-    else:
-        draft.move(key, "checkpoint.folder", entry.value, entry)
-
-
-def _recompute_option(draft: Draft, key: str, entry: Entry) -> None:
-    draft.put(key, str(entry.value), entry)
 
 
 def _interval_type(draft: Draft, key: str, entry: Entry) -> None:
@@ -186,25 +137,14 @@ def _interval_type(draft: Draft, key: str, entry: Entry) -> None:
         )
 
 
-def _async_mode(draft: Draft, key: str, entry: Entry) -> None:
-    """Copies always go through pinned memory here."""
-    draft.put(key, "async", entry)
-
-
 def _exclude_from_loading(draft: Draft, key: str, entry: Entry) -> None:
-    left_out = _names(entry.value)
-    if not left_out:
-        draft.without_meaning(key, entry, HARMLESS)
-    if "optimizer" in left_out and draft.put("checkpoint.skip_optimizer", True, entry):
-        draft.became(entry, f"optimizer in {key} is now checkpoint.skip_optimizer")
-    others = [name for name in left_out if name != "optimizer"]
+    names = _names(entry.value)
+    others = ", ".join(name for name in names if name != "optimizer")
     if others:
-        reason = f"only the optimizer can be excluded from loading, not {', '.join(others)}"
-        draft.refuse(key, entry, reason)
-
-
-def _weights_in_hf(draft: Draft, key: str, entry: Entry) -> None:
-    """Handled in `_weights_from_assets`, since it depends on other keys."""
+        draft.refuse(key, entry, f"only the optimizer can be excluded from loading, not {others}")
+    else:
+        today = {"checkpoint.skip_optimizer": True} if names else {}
+        draft.change(key, entry, today, HARMLESS)
 
 
 def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
@@ -219,9 +159,7 @@ def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
         reason = f"no weights are given; set {INITIAL_WEIGHTS} to their folder"
         draft.refuse(WEIGHTS_IN_HF, asked, reason)
     else:
-        draft.put(INITIAL_WEIGHTS, assets.value, asked)
-        text = f"without initial_load_path is now {INITIAL_WEIGHTS}"
-        draft.became(asked, f'{WEIGHTS_IN_HF} {text} = "{assets.value}"')
+        draft.change(WEIGHTS_IN_HF, asked, {INITIAL_WEIGHTS: assets.value})
 
 
 def _names(value: Any) -> list[str]:
@@ -232,23 +170,37 @@ def _names(value: Any) -> list[str]:
 
 OLD_NAMES = {"llama": "llama2", "llama3_ft": "llama3"}
 
-SPECIAL: dict[str, Callable[[Draft, str, Entry], None]] = {
+# Key -> what became of it, from its value; nothing if that is what happens anyway.
+CHANGED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "model.flavor": _flavor,
-    "model.name": _name,
+    "model.name": lambda name: {"model.name": OLD_NAMES[name]},
+    # rmsnorm, fused_rmsnorm and compiled_rmsnorm compute the same; the model refuses unknown norms.
+    "model.norm_type": lambda norm: (
+        {} if str(norm).endswith("rmsnorm") else {"model.overrides.norm_type": norm}
+    ),
+    "model.tokenizer_path": _tokenizer_folder,
+    "metrics.enable_color_printing": lambda on: {
+        "metrics.disable_color_printing": not on if isinstance(on, bool) else on
+    },
+    "training.enable_float8_linear": lambda on: FLOAT8 if on else {},
+    "training.enable_fp8_linear": lambda on: FLOAT8 if on else {},
+    "training.fp8_linear": lambda on: FLOAT8 if on else {},
+    "float8.enable_float8_linear": lambda on: FLOAT8 if on else {},
+    "training.checkpoint_folder": lambda folder: (  # the first versions saved nothing without one
+        {"checkpoint.enable": False} if folder == "" else {"checkpoint.folder": folder}
+    ),
+    "activation_checkpoint.selective_ac_option": lambda every: {
+        "activation_checkpoint.selective_ac_option": str(every)
+    },
+    # Copies always go through pinned memory here.
+    "checkpoint.async_mode": lambda _: {"checkpoint.async_mode": "async"},
+}
+SWITCHES = frozenset(key for key in CHANGED if key.endswith(("float8_linear", "fp8_linear")))
+
+SPECIAL: dict[str, Callable[[Draft, str, Entry], None]] = {
     "model.converters": _converters,
-    "model.norm_type": _norm_type,
-    "model.tokenizer_path": _tokenizer_path,
-    "metrics.enable_color_printing": _color,
-    "training.enable_float8_linear": _float8,
-    "training.enable_fp8_linear": _float8,
-    "training.fp8_linear": _float8,
-    "float8.enable_float8_linear": _float8,
-    "training.checkpoint_folder": _checkpoint_folder,
-    "activation_checkpoint.selective_ac_option": _recompute_option,
     "checkpoint.interval_type": _interval_type,
-    "checkpoint.async_mode": _async_mode,
     "checkpoint.exclude_from_loading": _exclude_from_loading,
-    "checkpoint.initial_load_in_hf": _weights_in_hf,
 }
 
 # Keys that still exist: only these of their values are old.
