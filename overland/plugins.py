@@ -26,8 +26,7 @@ PLUGINS = {
     "built_corpus": "overland.apps.data.built",  # its documents, to describe or evaluate them
     "train_loader": "overland.apps.data.loader",  # for a user's own script
     "exports": "overland.apps.convert.exports",  # a run's weights and adapters for other programs
-    "links": "overland.apps.convert.links",  # to checkpoints, named by time
-    "four_files": "overland.apps.convert.four_files",  # checkpoint.full_format = "torch"
+    "four_files": "overland.apps.convert.formats.torch",  # checkpoint.full_format = "torch"
 }
 
 

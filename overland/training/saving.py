@@ -34,7 +34,7 @@ def prepare_saves(run: Run, report: Callable[[str], None]) -> None:
         plugin("exports").follow(root, run.store.folder, newest, run.store.disk, moved)
 
     def links(newest: Path | None = None, moved: Moved = ignore) -> None:
-        plugin("links").follow_links(run.folder.root, run.store.folder, run.store.disk)
+        plugin("exports").follow_links(run.folder.root, run.store.folder, run.store.disk)
 
     wanted = {
         adapters: run.config.lora.save_as_peft,

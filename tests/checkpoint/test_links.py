@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from overland.apps.convert.links import follow_links
+from overland.apps.convert.exports import follow_links
 from overland.checkpoint.folder import delete
 from overland.checkpoint.write import write_whole_tensors
 from overland.files import Disk

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.apps.dialects.lessons import LESSONS
+from overland.apps.dialects import LESSONS
 from overland.checks import check_config, load_checked, machine
 from overland.config.errors import ConfigError, Problem
 from overland.config.fields import all_keys

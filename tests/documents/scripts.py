@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from overland.apps.scripts import copy_scripts
+from overland.cli.init import copy_scripts
 from tests.cli.processes import ROOT, environment, overland
 from tests.cli.warm import Command
 from tests.waiting import LIMIT_SECONDS

@@ -20,8 +20,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from overland.apps.scripts import scripts_folder
 from overland.checks import load_checked
+from overland.cli.init import SCRIPTS
 from overland.cli.main import app
 from overland.config.derived import resolve_degrees
 from overland.config.load import load_config, recipe_path
@@ -98,7 +98,7 @@ def test_640_nodes_take_110_million_tokens_a_step() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_configs_of_the_scripts_are_the_recipes(name: str) -> None:
     """But for the place of the tokenizer, which download_tokenizer.py fills."""
-    copy = (scripts_folder() / "frontier/train_configs" / f"{name}.toml").read_text().splitlines()
+    copy = (SCRIPTS / "frontier/train_configs" / f"{name}.toml").read_text().splitlines()
     pairs = zip(copy, text_of(RECIPES[name]).splitlines(), strict=True)
     differ = [pair for pair in pairs if pair[0] != pair[1]]
     assert [one.partition(" ")[0] for one, _ in differ] == ["#", "hf_assets_path"]
@@ -236,10 +236,10 @@ def test_the_name_of_the_documents_mixture_leads_to_the_recipe_that_has_it() -> 
 )
 def test_a_batch_script_asks_slurm_for_what_overland_submit_asks(script: str, nodes: int) -> None:
     """All but the account, the name and the log: those are the user's, or the document's."""
-    text = (scripts_folder() / f"frontier/{script}.sh").read_text()
+    text = (SCRIPTS / f"frontier/{script}.sh").read_text()
     headers = dict(re.findall(r"^#SBATCH (--[\w-]+)=?(.*)$", text, flags=re.MULTILINE))
     assert headers["--nodes"] == str(nodes)
-    config = str(scripts_folder() / "frontier" / re.search(r"train_configs/\S+toml", text)[0])  # type: ignore[index]
+    config = str(SCRIPTS / "frontier" / re.search(r"train_configs/\S+toml", text)[0])  # type: ignore[index]
     words = ["--site", "frontier", "--account", "abc", "--dry-run", "--nodes", str(nodes)]
     words += ["--time", headers["--time"]]
     words += ["--partition", "extended"] if "--partition" in headers else []

@@ -347,7 +347,7 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
     model = model_of(config)
     state, buffers = state_of(model, config), named_buffers([model])
     if plugin("four_files").is_four_files(path):
-        files = plugin("four_files").open_four_files(path).tensors
+        files = plugin("four_files").open_torch(path).tensors
         refuse_unused(path, files, state)
         needs = {
             name: one for name, one in state.items() if name.removeprefix(MODEL) not in buffers

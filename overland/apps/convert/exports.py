@@ -1,15 +1,24 @@
-"""What a run writes for other programs: its model as a Hugging Face folder, and its adapters as
-PEFT stores them, `checkpoint-N/` in the run folder for every `step_N`.
+"""What a run writes for other programs: its model as a Hugging Face folder; its adapters as PEFT
+stores them, `checkpoint-N/` in the run folder for every `step_N`; and with
+`checkpoint.link_by_time` links to its checkpoints, named as the training stub names them:
+
+experiments/chkpts/
+  dummy-0.1/                                  the run folder
+  dummy-0.1.2026_1117_2031_07                 a link to its checkpoint/step_100
+  dummy-0.1.2026_1117_2044_51.preempt         a link to its checkpoint/step_137.preempt
 
 Adapters are made from committed checkpoints, so the layout does not matter and no rank waits; rank
-0 writes each of them atomically. They are created and deleted with their checkpoints: `follow` also
-repairs what a killed session left undone.
+0 writes each of them atomically. Adapters and links are created and deleted with their checkpoints,
+which alone determine them: following these also repairs what a killed session left undone.
 """
 
 from __future__ import annotations
 
+import glob
+import os
 import shutil
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -34,6 +43,7 @@ from overland.run_folder import ADAPTERS, README, TOKENIZER, WRITTEN_BY, adapter
 from overland.training.run import Run
 from overland.training.state import learned_names, run_facts, saved_state
 
+LINK_TIME = "%Y_%m%d_%H%M_%S"
 CARD = """---
 base_model: {base}
 library_name: peft
@@ -183,3 +193,38 @@ def _is_ours(path: Path) -> bool:
     """Whether we wrote it: other trainers give their checkpoints the same names."""
     readme = path / README
     return readme.is_file() and WRITTEN_BY in readme.read_text(encoding="utf-8", errors="replace")
+
+
+def follow_links(root: Path, checkpoints: Path, disk: Disk) -> None:
+    """Creates a link to every checkpoint of a run, and removes links to deleted ones."""
+    root, checkpoints = root.absolute(), checkpoints.absolute()
+    wanted = link_names(root, checkpoints)
+    for link in sorted(root.parent.glob(f"{glob.escape(root.name)}.*")):
+        if link.is_symlink() and _leads_into(link, checkpoints) and link.name not in wanted:
+            disk.remove(link)
+    for name, path in wanted.items():
+        link = root.parent / name
+        target = os.path.relpath(path, root.parent)
+        is_ours = link.is_symlink() and _leads_into(link, checkpoints)
+        if (is_ours and os.readlink(link) != target) or not (is_ours or link.exists()):
+            disk.point(link, target)
+
+
+def link_names(root: Path, checkpoints: Path) -> dict[str, Path]:
+    """Returns link names, by the time of each save, and their checkpoints. If two were saved in the
+    same second, a number is appended to the later one."""
+    names: dict[str, Path] = {}
+    for one in list_checkpoints(checkpoints):
+        saved = datetime.fromisoformat(one.about["saved"]).astimezone()
+        stem, kind = f"{root.name}.{saved.strftime(LINK_TIME)}", one.path.name.partition(".")[2]
+        end, number = f".{kind}" if kind else "", 1
+        name = stem + end
+        while name in names:
+            number += 1
+            name = f"{stem}-{number}{end}"
+        names[name] = one.path
+    return names
+
+
+def _leads_into(link: Path, folder: Path) -> bool:
+    return Path(os.path.normpath(link.parent / os.readlink(link))).parent == folder

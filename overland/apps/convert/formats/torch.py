@@ -7,6 +7,10 @@ optim_state_dict.pt   torch.optim's own form: {"state": {0: {step, exp_avg, exp_
 lr_state_dict.pt      torch's schedulers' form: last_epoch, _step_count, base_lrs, _last_lr
 iter_state_dict.pt    epoch, seg, start_idx, end_idx, loss_min; and step, batch, tokens; for a run
                       also everything else that it needs to resume (as JSON in `run`)
+
+`checkpoint.type = full` writes them with `checkpoint.full_format = "torch"`, and a run resumes from
+them alone, written by us or by the stub: they are first copied into a checkpoint of the run, and
+are not changed.
 """
 
 from __future__ import annotations
@@ -22,12 +26,15 @@ import torch
 from overland.apps.convert.formats.files import Options, config_near, write_companions
 from overland.apps.convert.formats.lazy import Stored, held, num_updates
 from overland.apps.convert.formats.meta import has_meta_names, head_dim_of, to_hf_names
+from overland.apps.convert.formats.overland import as_lazy_checkpoint, write_overland
 from overland.apps.convert.formats.torch_save import (
     read_torch_file,
     scalar,
     tensors_in,
     write_torch_file,
 )
+from overland.checkpoint.folder import set_aside
+from overland.checkpoint.format import BLOCK, FileInfo, Index, Part, TensorEntry, checksum
 from overland.checkpoint.lazy import (
     MODEL,
     MOMENTS,
@@ -37,9 +44,12 @@ from overland.checkpoint.lazy import (
     Lazy,
     LazyCheckpoint,
 )
+from overland.checkpoint.read import CheckpointReader
+from overland.checkpoint.write import commit
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
-from overland.files import new_file
+from overland.files import Disk, Moved, ignore, new_file
+from overland.run_folder import COMMITTED, checkpoint_name
 
 WEIGHTS, STATE = "model_state_dict.pt", "optim_state_dict.pt"
 RATES, PROGRESS = "lr_state_dict.pt", "iter_state_dict.pt"
@@ -235,6 +245,9 @@ def _progress(saved: Any, path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds a {type(saved).__name__}, expected a dict")
     known = ("epoch", "seg", "start_idx", "end_idx", "step", "batch", "tokens")
     extras = {key: scalar(saved[key]) for key in known if key in saved}
+    step = extras.get("step", 0)
+    if not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"{path} has step {step!r:.40}, expected an integer of at least 0")
     best = scalar(saved.get("loss_min"))
     if isinstance(best, (int, float)) and best != float("inf"):
         extras["best_validation_loss"] = float(best)
@@ -256,3 +269,59 @@ def _named(path: Path) -> dict[str, Lazy]:
     if not tensors:
         raise CheckpointError(f"{path} holds no named tensors")
     return dict(tensors)
+
+
+def is_four_files(path: Path) -> bool:
+    return (path / WEIGHTS).is_file() and not (path / COMMITTED).is_file()
+
+
+def adopt(path: Path, checkpoints: Path, disk: Disk) -> Path:
+    """Writes the contents of the files as a checkpoint, and returns its path."""
+    source = open_torch(path)
+    target = checkpoints / checkpoint_name(source.extras.get("step", 0))
+    beside = checkpoints / f".{target.name}.tmp"
+    disk.make_folder(checkpoints)
+    disk.remove_folder(beside)
+    write_overland(source, beside, Options())
+    if target.exists():
+        set_aside(target, disk)
+    disk.rename(beside, target)
+    return target
+
+
+def write_four_files(
+    parts: CheckpointReader,
+    folder: Path,
+    about: dict[str, Any],
+    disk: Disk,
+    moved: Moved = ignore,
+) -> None:
+    """Writes model_state_dict.pt and its companions. Tensors are plain bytes in such files, so an
+    index can point to them, and we read and verify them like our own."""
+    disk.make_folder(folder)
+    write_torch(as_lazy_checkpoint(parts, with_random_state=True), folder)
+    disk.sync_folder(folder)
+    tensors: dict[str, TensorEntry] = {}
+    for name, lazy in open_torch(folder).tensors.items():
+        assert isinstance(lazy, Stored), name
+        sums = tuple(_checksums(lazy.path, lazy.offset, lazy.nbytes, moved))
+        part = Part(lazy.path.name, lazy.offset, (0,) * len(lazy.shape), lazy.shape, sums)
+        tensors[name] = TensorEntry(lazy.dtype, lazy.shape, [part] if lazy.nbytes else [])
+    files = {path.name: _file_info(path, moved) for path in sorted(folder.iterdir())}
+    index = Index("full", parts.index.world_size, tensors, files, parts.run)
+    commit(folder, index, about, disk)
+
+
+def _file_info(path: Path, moved: Moved) -> FileInfo:
+    """Returns the checksums of a whole file: a zip holds more than tensors."""
+    size = path.stat().st_size
+    return FileInfo(size, 0, checksum(b""), tuple(_checksums(path, 0, size, moved)))
+
+
+def _checksums(path: Path, offset: int, num_bytes: int, moved: Moved) -> Iterator[int]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        for begin in range(0, num_bytes, BLOCK):
+            block = file.read(min(BLOCK, num_bytes - begin))
+            moved(len(block))
+            yield checksum(block)
