@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,10 +72,7 @@ def inspect(
     from overland.data.sources.source import BadDocument
 
     found: list[str] = []
-    each: Callable[[Document], None] = lambda document: None
-    if hashes:
-        keep = found.append if as_json else print
-        each = lambda document: keep(document_hash(document))
+    keep = found.append if as_json else print
     import_sources(custom_import)
     source = source_at(path, column, subset, split, dtype, skip_bad)
     count = None
@@ -83,7 +80,13 @@ def inspect(
         from overland.data.tokenizer import Tokenizer
 
         count = TokenCount(Tokenizer(tokenizer.expanduser()).encode_documents)
-        each = both(each, lambda document: count.add(str(document)))
+
+    def each(document: Document) -> None:
+        if hashes:
+            keep(document_hash(document))
+        if count is not None:
+            count.add(str(document))
+
     visible = not hashes or as_json or not sys.stdout.isatty()
     with progress_bar("chunks", visible=visible) as bar:
         try:
@@ -100,31 +103,22 @@ def inspect(
         print(path)
         print("\n".join(summary_lines(summary)))
     else:
-        bad = f"{summary.num_bad:,} bad documents skipped" if summary.num_bad else ""
-        for note in filter(None, (summary.not_read, summary.together, bad)):
+        bad = [f"{summary.num_bad:,} bad documents skipped"] if summary.num_bad else []
+        for note in [*source.notes, *bad]:
             print(note, file=sys.stderr)
-
-
-def both(
-    one: Callable[[Document], None], other: Callable[[Document], None]
-) -> Callable[[Document], None]:
-    def each(document: Document) -> None:
-        one(document)
-        other(document)
-
-    return each
 
 
 def summary_lines(summary: SourceSummary) -> Iterator[str]:
     """Yields the summary as lines for a terminal."""
-    column = f", column {summary.column}" if summary.column else ""
+    source = summary.source
+    column = f", column {source.column}" if source.column else ""
     yield f"  {'format':<12}{summary.format}"
-    yield f"  {'kind':<12}{summary.kind}{column}"
-    if summary.columns:
-        columns = ", ".join(f"{name} ({kind})" for name, kind in summary.columns.items())
+    yield f"  {'kind':<12}{source.kind}{column}"
+    if source.columns:
+        columns = ", ".join(f"{name} ({kind})" for name, kind in source.columns.items())
         yield f"  {'columns':<12}{columns}"
-    yield f"  {'files':<12}{summary.num_files:,}"
-    for note in filter(None, (summary.not_read, summary.together)):
+    yield f"  {'files':<12}{len(source.files):,}"
+    for note in source.notes:
         yield f"  {'':<12}{note}"
     yield f"  {'chunks':<12}{summary.num_chunks:,}"
     bad = f" ({number_of(summary.num_bad, 'bad one')} skipped)" if summary.num_bad else ""

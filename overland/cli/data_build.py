@@ -6,8 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from overland.config.schema import JobConfig
     from overland.data.sources import Source
     from overland.data.tokenizer import Tokenizer
-
-LINE_SECONDS = 10.0  # between lines of progress, without a terminal
 
 # Options that `overland data inspect` has too.
 CorpusPath = Annotated[str, typer.Argument(help="A file or folder of any format, or stdlib.")]
@@ -128,15 +125,16 @@ def build(
         vocab_size=opened.vocab_size if opened is not None else None,
         report=to_stderr,
     )
+    began = time.monotonic()
     try:
-        with progress_on_stderr() as progress:
+        with progress_bar("", "share", 1.0, lines=True) as bar:
             built = builder.build(
                 folder,
                 source,
                 opened,
                 processes=processes or num_cores(),
                 part=which,
-                progress=progress,
+                progress=lambda now: bar(now.share, what=about(now, time.monotonic() - began)),
             )
     except KeyboardInterrupt:
         layout = read_layout(folder)
@@ -326,31 +324,11 @@ def built_lines(built: Built, seconds: float) -> Iterator[str]:
     yield f"dataset_path = {json.dumps(str(built.layout.folder.resolve()))}"
 
 
-@contextmanager
-def progress_on_stderr() -> Iterator[Callable[[BuildState], None]]:
-    """Shows a bar on a terminal, or else prints a line from time to time."""
-    started = last = time.monotonic()
-
-    def line(state: BuildState) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= LINE_SECONDS:
-            last = now
-            to_stderr(
-                f"{state.num_made:,} of {state.num_shards:,} shards, {about(state, now - started)}"
-            )
-
-    if not sys.stderr.isatty():
-        yield line
-        return
-    with progress_bar("", "share", 1.0) as bar:
-        yield lambda state: bar(state.share, what=about(state, time.monotonic() - started))
-
-
 def about(state: BuildState, seconds: float) -> str:
+    millions = state.num_tokens / 1e6
     text = (
-        f"{state.num_documents:,} documents, {state.num_tokens / 1e6:,.1f} M tokens, "
-        f"{state.num_tokens / max(seconds, 1e-3) / 1e6:,.2f} M tokens/s"
+        f"{state.num_made:,} of {state.num_shards:,} shards, {state.num_documents:,} documents, "
+        f"{millions:,.1f} M tokens, {millions / max(seconds, 1e-3):,.2f} M tokens/s"
     )
     if not 0 < state.share < 1:
         return text

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,7 +17,7 @@ from overland.streams import raw
 from overland.words import number_of
 
 if TYPE_CHECKING:
-    from overland.apps.hub.fetch import Fetched, Wanted
+    from overland.apps.hub.fetch import Fetched, Report, Wanted
 
 
 @user_errors
@@ -70,7 +69,7 @@ def fetch(
     (name,) = names
     folder = to.expanduser() if to is not None else default_folder(kind, name)
     wanted = Wanted(kind, name, revision, (subset,) if subset else (), tuple(include or ()))
-    with fetch_progress() as report:
+    with progress_bar("fetching", "bytes", lines=True) as report:
         if verify:
             verify_fetched(wanted, folder, report, as_json)
             return
@@ -104,7 +103,7 @@ def fetch_for_tasks(
     root = to.expanduser() if to is not None else tasks_root()
     failed: dict[str, str] = {}
     if not dry_run:
-        with fetch_progress() as report:
+        with progress_bar("fetching", "bytes", lines=True) as report:
             failed = fetch_tasks(needs, root, report, lambda line: print(line, file=sys.stderr))
     if as_json:
         print(json.dumps(needs.to_json(root) | {"failed": failed}, indent=2))
@@ -116,9 +115,7 @@ def fetch_for_tasks(
         raise HubError(f"{len(failed)} of {len(needs.datasets)} datasets could not be fetched")
 
 
-def verify_fetched(
-    wanted: Wanted, folder: Path, report: Callable[[str, int, int], None], as_json: bool
-) -> None:
+def verify_fetched(wanted: Wanted, folder: Path, report: Report, as_json: bool) -> None:
     from overland.apps.hub.fetch import verify_folder
 
     problems = verify_folder(wanted, folder, report)
@@ -162,26 +159,6 @@ def print_fetched(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) ->
         "all verified"
     )
     print(f"\nIn a config:\n\n{lines}", end="")
-
-
-@contextmanager
-def fetch_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows a bar on a terminal, or else prints a line every 10 %, both on stderr."""
-    if sys.stderr.isatty():
-        with progress_bar("fetching", "bytes") as bar:
-            yield lambda what, done, total: bar(done, total, what)
-        return
-    told: dict[str, int] = {}
-
-    def tell_tenths(what: str, done: int, total: int) -> None:
-        tenth = 10 * done // total if total else 10
-        if what == "fetching" and tenth > told.get(what, 0):
-            told[what] = tenth
-            print(
-                f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=sys.stderr, flush=True
-            )
-
-    yield tell_tenths
 
 
 @user_errors

@@ -144,7 +144,7 @@ class ConversationSource(FileSource):
             except Skipped as why:
                 self.counts[str(why)] += 1
             except ChatError as error:
-                where = f"{chunk}: record {number:,}"
+                where: object = f"{chunk}: record {number:,}"
                 if isinstance(record, Located):
                     where = record.where
                 if isinstance(error, Undecided):

@@ -12,8 +12,8 @@ from overland.data.registry import HELD_OUT_SHAPES, MADE, RANDOM, is_built_in, r
 from overland.data.sft import conversations_of
 from overland.data.sources import Source, open_source
 from overland.data.sources.columns import WHOLE, NoColumn
-from overland.data.sources.csv_rows import CSV_SUFFIXES
 from overland.data.sources.image_files import WANTED, ArrayList, is_array_list, listed_files
+from overland.data.sources.text import CSV_SUFFIXES
 from overland.errors import ChoiceRequired, DataError, OverlandError
 from overland.models.flops import SampleFields, sample_fields
 from overland.models.registry import model_config

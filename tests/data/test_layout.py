@@ -12,7 +12,7 @@ from overland.apps.data.build import build
 from overland.data.corpus_folder import read_layout, source_changes
 from overland.data.layout import lay_out
 from overland.data.shard_maker import ShardMaker
-from overland.data.sources import JsonLines, TextFolder, open_source
+from overland.data.sources import JsonLines, open_source
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
@@ -42,7 +42,7 @@ def test_consecutive_chunks_form_shards_of_about_equal_size(
 ) -> None:
     for number in range(10):
         (tmp_path / f"{number}.txt").write_text("text")
-    folder = lay_out("a", TextFolder(tmp_path), tokenizer, tmp_path / "out", shard_documents=4)
+    folder = lay_out("a", open_source(tmp_path), tokenizer, tmp_path / "out", shard_documents=4)
     assert [len(group) for group in groups_of(folder)] == [4, 4, 2]
     assert [chunk for group in groups_of(folder) for chunk in group] == [
         f"{number}.txt" for number in range(10)

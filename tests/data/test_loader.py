@@ -8,7 +8,7 @@ import torch
 
 from overland.data.batch import Batch, batches, load_batch, read_ahead
 from overland.data.lanes import RandomBlocks
-from overland.data.sources import StandardLibrary, TextFolder
+from overland.data.sources import StandardLibrary, open_source
 from overland.errors import DataError
 from tests.data.corpora import one_segment, rows_of
 from tests.waiting import wait_until
@@ -71,7 +71,7 @@ def test_a_bad_json_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good"}\n{"txt": "bad"}\n')
     with pytest.raises(DataError, match=rf'{path}:2: expected an object with a "text"'):
-        list(TextFolder(path).read(str(path)))
+        list(open_source(path).read(str(path)))
 
 
 def test_reading_ahead_keeps_order_and_passes_errors_on() -> None:

@@ -94,13 +94,14 @@ def build(
     mine = range(layout.num_shards * number // count, layout.num_shards * (number + 1) // count)
     missing = _missing(layout, mine)
     state = BuildState(len(missing), layout.documents_per_shard)
+    session = _Session(layout, source, tokenizer, state, progress)
     progress(state)
     while missing:
         before = len(missing)
         if len(missing) <= FEW_SHARDS and processes > 1:
-            _make_here(layout, source, tokenizer, missing, state, progress)
+            session.make_here(missing)
         else:
-            _make_in_processes(layout, source, tokenizer, missing, processes, state, progress)
+            session.make_in_processes(missing, processes)
         missing = _missing(layout, mine)
         if len(missing) >= before:
             raise DataError(
@@ -108,6 +109,76 @@ def build(
                 "nothing cleans up this folder, and build again"
             )
     return Built(layout, state, finish(layout))
+
+
+@dataclass(frozen=True)
+class _Session:
+    """Makes shards, and reports the progress."""
+
+    layout: CorpusLayout
+    source: Source
+    tokenizer: Tokenizer | None
+    state: BuildState
+    progress: Callable[[BuildState], None]
+
+    def make_here(self, numbers: Sequence[int]) -> None:
+        maker = ShardMaker(self.layout, self.source, self.tokenizer)
+
+        def tick(documents: int, tokens: int) -> None:
+            self.count(["progress", documents, tokens])
+            self.progress(self.state)
+
+        for number in numbers:
+            while (info := maker.make(number, tick)) is None:
+                if self.layout.shard_path(number).exists():
+                    break
+                time.sleep(LOOK_SECONDS)  # another builder is working on it
+            else:
+                self.count(["made", info.num_bad])
+            self.progress(self.state)
+
+    def make_in_processes(self, numbers: Sequence[int], processes: int) -> None:
+        count = min(processes, len(numbers))
+        try:
+            workers = Workers(
+                self.layout, self.source, self.tokenizer, count,
+                threads=processes // count, numbers=numbers, reports=True,
+            )  # fmt: skip
+        except CannotStart:  # a source that only this process can read
+            return self.make_here(numbers)
+        idle: set[int] = set()
+        try:
+            while not workers.pids or not idle.issuperset(workers.pids):
+                for pid, message in workers.messages(LOOK_SECONDS):
+                    if message[0] == "idle":
+                        idle.add(pid)
+                    self.count(message)
+                codes = workers.replace_dead()
+                if codes and not workers.num_alive:
+                    raise DataError(
+                        f"the tokenizing processes keep dying (exit codes "
+                        f"{', '.join(map(str, codes))}; -9 means killed, often because memory ran "
+                        "out): try fewer --processes"
+                    )
+                self.progress(self.state)
+        finally:
+            workers.close()
+
+    def count(self, message: Sequence[Any]) -> None:
+        """Adds what a process reports, or raises the error that it had."""
+        match message:
+            case ["progress", documents, tokens]:
+                self.state.num_documents += documents
+                self.state.num_tokens += tokens
+            case ["made", num_bad]:
+                self.state.num_made += 1
+                self.state.num_bad += num_bad
+            case ["bad", _, text]:
+                raise DataError(text)
+            case ["refused", _, code, reason, file]:
+                raise OSError(code, reason, file)
+            case ["failed", number, trace]:
+                raise RuntimeError(f"shard {number} could not be built\n{trace}")
 
 
 def finish(layout: CorpusLayout) -> Totals | None:
@@ -158,81 +229,3 @@ def _read_totals(layout: CorpusLayout) -> Totals | None:
 def _missing(layout: CorpusLayout, numbers: Sequence[int]) -> list[int]:
     made = layout.made()
     return [number for number in numbers if number not in made]
-
-
-def _make_here(
-    layout: CorpusLayout,
-    source: Source,
-    tokenizer: Tokenizer | None,
-    numbers: Sequence[int],
-    state: BuildState,
-    progress: Callable[[BuildState], None],
-) -> None:
-    maker = ShardMaker(layout, source, tokenizer)
-
-    def tick(documents: int, tokens: int) -> None:
-        state.num_documents += documents
-        state.num_tokens += tokens
-        progress(state)
-
-    for number in numbers:
-        while (info := maker.make(number, tick)) is None:
-            if layout.shard_path(number).exists():
-                break
-            time.sleep(LOOK_SECONDS)  # another builder is working on it
-        else:
-            state.num_made += 1
-            state.num_bad += info.num_bad
-        progress(state)
-
-
-def _make_in_processes(
-    layout: CorpusLayout,
-    source: Source,
-    tokenizer: Tokenizer | None,
-    numbers: Sequence[int],
-    processes: int,
-    state: BuildState,
-    progress: Callable[[BuildState], None],
-) -> None:
-    count = min(processes, len(numbers))
-    try:
-        workers = Workers(
-            layout, source, tokenizer, count,
-            threads=processes // count, numbers=numbers, reports=True,
-        )  # fmt: skip
-    except CannotStart:  # a source that only this process can read
-        return _make_here(layout, source, tokenizer, numbers, state, progress)
-    try:
-        _follow(workers, state, progress)
-    finally:
-        workers.close()
-
-
-def _follow(workers: Workers, state: BuildState, progress: Callable[[BuildState], None]) -> None:
-    """Handles messages from the processes until each has finished its list."""
-    idle: set[int] = set()
-    while not workers.pids or not idle.issuperset(workers.pids):
-        for pid, message in workers.messages(LOOK_SECONDS):
-            match message:
-                case ["progress", documents, tokens]:
-                    state.num_documents += documents
-                    state.num_tokens += tokens
-                case ["made", num_bad]:
-                    state.num_made += 1
-                    state.num_bad += num_bad
-                case ["bad", _, text]:
-                    raise DataError(text)
-                case ["refused", _, code, reason, file]:
-                    raise OSError(code, reason, file)
-                case ["failed", number, trace]:
-                    raise RuntimeError(f"shard {number} could not be built\n{trace}")
-                case ["idle"]:
-                    idle.add(pid)
-        codes = workers.replace_dead()
-        if codes and not workers.num_alive:
-            raise DataError(
-                f"the tokenizing processes keep dying (exit codes {', '.join(map(str, codes))}; "
-                "-9 means killed, often because memory ran out): try fewer --processes"
-            )
-        progress(state)

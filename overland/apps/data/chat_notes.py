@@ -11,6 +11,7 @@ from overland.data.conversations import FLAGS, SPEAKERS, Columns, Record, listed
 from overland.data.sft import ConversationSource, unknown_tokens
 from overland.words import any_of
 
+KNOWN = (*FLAGS, "role", "content", "from", "value")  # keys of turns
 LEARNED = {
     "assistant": "assistant turns",
     "last": "the last assistant turn",
@@ -43,12 +44,15 @@ def _how(source: ConversationSource) -> str:
 def _surprises(source: ConversationSource) -> Iterator[str]:
     template, tokenizer = source.writer.template, source.tokenizer
     shape, first = source.shape, source.first
+    turns = list(_all_turns(first, shape))
     if source.pairs is not None and (prompts := prompts_are(first, shape)):
         yield f"the prompt of chosen and rejected is {prompts}"
     if renamed := renamed_roles(first, shape):
         words = [f"{theirs} is {ours}" for theirs, ours in renamed.items()]
         yield f"roles are renamed as in ShareGPT: {any_of(words, 'and')}"
-    if source.writer.learn != "all" and (unlearned := unlearned_roles(first, shape)):
+    roles = dict.fromkeys(str(turn.get("role")) for turn in turns)
+    unlearned = [role for role in roles if SPEAKERS.get(role.lower()) == ASSISTANT != role]
+    if source.writer.learn != "all" and shape.shape != "sharegpt" and unlearned:
         yield (
             f"turns by {any_of(unlearned, 'and')} are not learned, since only those by "
             'assistant are (sft.shape = "sharegpt" renames them)'
@@ -60,13 +64,16 @@ def _surprises(source: ConversationSource) -> Iterator[str]:
             f"{template.whose} writes {any_of(unknown, 'and')}, which this tokenizer does not "
             "have: it becomes ordinary text (set sft.new_tokens to add special tokens)"
         )
-    left_out = [key for key in further_keys(first, shape) if key not in template.source]
-    if left_out:
+    said = (
+        str(key) for turn in turns for key, value in turn.items() if value not in (None, "", [])
+    )
+    further = dict.fromkeys(key for key in said if key not in KNOWN)
+    if left_out := [key for key in further if key not in template.source]:
         yield (
             f"turns also have {any_of(left_out, 'and')}, which {template.whose} leaves out "
             "(set sft.chat_template to use another template)"
         )
-    if not template.takes_parts and has_parts(first, shape):
+    if not template.takes_parts and any(isinstance(one.get("content"), list) for one in turns):
         yield f"contents are lists of texts, which are joined: {template.whose} takes only text"
     if source.writer.learn != "all" and (header := header_of(template)):
         yield (
@@ -94,14 +101,6 @@ def header_of(template: ChatTemplate) -> str:
     return text.partition("\u03a9")[0].strip() if not template.is_marked else ""
 
 
-def further_keys(records: Sequence[Record], columns: Columns) -> list[str]:
-    """Returns the keys of turns other than the role, the content and the weight."""
-    found: dict[str, None] = {}
-    for turn in _all_turns(records, columns):
-        found |= {str(key): None for key, value in turn.items() if value not in (None, "", [])}
-    return [key for key in found if key not in (*FLAGS, "role", "content", "from", "value")]
-
-
 def renamed_roles(records: Sequence[Record], columns: Columns) -> dict[str, str]:
     """Returns the roles of turns that get another name, which those in ShareGPT format do."""
     found: dict[str, str] = {}
@@ -110,18 +109,6 @@ def renamed_roles(records: Sequence[Record], columns: Columns) -> dict[str, str]
         if isinstance(speaker, str) and ("role" not in turn or columns.shape == "sharegpt"):
             found[speaker] = SPEAKERS.get(speaker.lower(), speaker)
     return {theirs: ours for theirs, ours in found.items() if theirs != ours}
-
-
-def unlearned_roles(records: Sequence[Record], columns: Columns) -> list[str]:
-    """Returns the roles that would be the assistant's if they were renamed as in ShareGPT."""
-    roles = dict.fromkeys(str(turn.get("role")) for turn in _all_turns(records, columns))
-    known = [role for role in roles if SPEAKERS.get(role.lower()) == ASSISTANT]
-    return [] if columns.shape == "sharegpt" else [role for role in known if role != ASSISTANT]
-
-
-def has_parts(records: Sequence[Record], columns: Columns) -> bool:
-    """Whether some content is a list of parts."""
-    return any(isinstance(turn.get("content"), list) for turn in _all_turns(records, columns))
 
 
 def _all_turns(records: Sequence[Record], columns: Columns) -> Iterator[Mapping[str, Any]]:

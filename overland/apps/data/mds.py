@@ -11,29 +11,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from overland.data.sources.columns import WHOLE, Column, ColumnSample, choose_column
+from overland.data.sources import INDEX
+from overland.data.sources.columns import Column, ColumnFiles, ColumnSample, values_at
 from overland.data.sources.compression import decompress, most_unfolded, reading
-from overland.data.sources.open import INDEX
 from overland.data.sources.source import (
     TOKEN_DTYPES,
     Document,
-    FileSource,
     Kind,
     Located,
     check_dtype,
     inside_folder,
-    token_ids,
 )
 from overland.errors import ChoiceRequired, DataError
-from overland.files import read_json, what_is_wrong
+from overland.files import parse_json, read_json, what_is_wrong
 
 LOOKED_AT = 100  # samples read to decide what a column of JSON holds
 LARGEST_SHARD = 2**32 - 1  # what a shard's own table of 32-bit offsets can reach
@@ -45,7 +43,7 @@ DTYPES = {
 SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 
 
-class MDS(FileSource):
+class MDS(ColumnFiles):
     """A chunk is a shard. Columns of bytes are token ids of `dtype`, as llm-foundry writes them."""
 
     format = "mds"
@@ -60,43 +58,42 @@ class MDS(FileSource):
         self._shards = read_mds_index(root)
         super().__init__(root, self._shards, skip_bad)
         self.dtype = check_dtype(dtype) or "int64"
-        first = next(iter(self._shards.values()))
-        self.columns = dict(first.encodings)
+        self.columns = next(iter(self._shards.values())).encodings
         in_json = self._kinds_of_json()
         columns = {
             name: Column(code, (name,), in_json.get(name) or kind_of_encoding(code))
             for name, code in self.columns.items()
         }
-        self.column = choose_column(root, column, columns, self._examples)
-        if self.column == WHOLE:
-            self.kind = "records"
-            return
-        self.kind = columns[self.column].kind or "text"
-        if dtype is None and self.columns[self.column] == "bytes":
+        self.choose(root, column, columns, self._examples)
+        if dtype is None and self.columns.get(self.column or "") == "bytes":
             self._check_int64()
 
     def num_documents(self, chunk: str) -> int | None:
         return self._shards[chunk].num_samples
 
     def read(self, chunk: str) -> Iterator[Document]:
-        assert self.column is not None
-        if self.kind == "records":
-            yield from self.records(chunk)
-            return
-        path = self.root / chunk
-        for number, raw in enumerate(self._raw(chunk, [self.column])):
-            document = self._document(raw[self.column], f"{path}: sample {number:,}")
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        for record in self.records(chunk, list(map(str, self.steps))):
+            (value,) = values_at(record, self.steps)
+            if isinstance(value, bytes) and len(value) % dtype.itemsize == 0:
+                value = np.frombuffer(value, dtype)
+            document = self.document(value, record.where, partial(self._problem, value))
             if document is not None:
                 yield document
 
-    def records(self, chunk: str) -> Iterator[dict[str, Any]]:
-        """Yields all columns of each sample, decoded."""
-        for number, raw in enumerate(self._raw(chunk, list(self.columns))):
-            where = f"{self.root / chunk}: sample {number:,}"
+    def _problem(self, value: object) -> str:
+        what = "token ids" if self.kind == "tokens" else "text"
+        return f"expected {what} in {self.column!r}, got {str(value)[:60]!r}"
+
+    def records(self, chunk: str, names: Sequence[str] = ()) -> Iterator[Located]:
+        """Yields these columns of each sample, or all of them, decoded."""
+        for number, raw in enumerate(self._raw(chunk, names or list(self.columns))):
+            where, record = f"{self.root / chunk}: sample {number:,}", dict[str, Any]()
             try:
-                record = {name: decode_value(self.columns[name], raw[name]) for name in raw}
+                for name, data in raw.items():
+                    record[name] = decode_value(self.columns[name], data)
             except (ValueError, IndexError) as error:
-                self.bad(f"{where}: {error}")
+                self.bad(f"{where}: column {name!r}: {error}")
             else:
                 yield Located(record, where)
 
@@ -106,42 +103,25 @@ class MDS(FileSource):
     def files_of(self, chunk: str) -> list[str]:
         return [self._shards[chunk].stored(self.root).name]
 
-    def _document(self, data: bytes, where: str) -> Document | None:
-        assert self.column is not None
-        try:
-            value = decode_value(self.columns[self.column], data)
-            if isinstance(value, bytes):
-                value = np.frombuffer(value, np.dtype(self.dtype).newbyteorder("<"))
-        except UnicodeDecodeError as error:  # before ValueError, its base class
-            self.bad(f"{where}: expected UTF-8 text, got {error.reason} at byte {error.start:,}")
-            return None
-        except ValueError as error:
-            self.bad(f"{where}: column {self.column!r}: {error}")
-            return None
-        if self.kind == "tokens":
-            return token_ids(value, where, self.bad)
-        if not isinstance(value, str):
-            self.bad(f"{where}: expected text in {self.column!r}, got {str(value)[:60]!r}")
-            return None
-        return value
-
     def _kinds_of_json(self) -> dict[str, Kind]:
         """Returns the kinds of JSON columns, whose encoding does not tell, from some samples."""
-        names = [name for name, code in self.columns.items() if code == "json"]
         sample = ColumnSample()
-        for raw in self._some(names):
-            for name, data in raw.items():
-                with contextlib.suppress(ValueError):  # reading will report it
-                    sample.add({name: decode_value("json", data)})
-        return {name: one.kind for name, one in sample.columns("").items() if one.kind}
+        for name, value in self._values([n for n, code in self.columns.items() if code == "json"]):
+            sample.add({name: value})
+        return {name: one.kind for name, one in sample.columns(None).items() if one.kind}
 
     def _examples(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for raw in self._some(list(self.columns)):
+        for name, value in self._values(list(self.columns)):
+            found.setdefault(name, value)
+        return found
+
+    def _values(self, names: list[str]) -> Iterator[tuple[str, Any]]:
+        """Yields names and values of these columns in some samples; reading reports bad ones."""
+        for raw in self._some(names):
             for name, data in raw.items():
                 with contextlib.suppress(ValueError, IndexError):
-                    found.setdefault(name, decode_value(self.columns[name], data))
-        return found
+                    yield name, decode_value(self.columns[name], data)
 
     def _check_int64(self) -> None:
         """Detects another type: its bytes are not a multiple of eight, or give impossible ids."""
@@ -163,7 +143,7 @@ class MDS(FileSource):
         if names and file is not None:
             yield from itertools.islice(self._raw(file, names), LOOKED_AT)
 
-    def _raw(self, chunk: str, names: list[str]) -> Iterator[dict[str, bytes]]:
+    def _raw(self, chunk: str, names: Sequence[str]) -> Iterator[dict[str, bytes]]:
         """Yields the bytes of the named columns of each sample."""
         shard, path = self._shards[chunk], self.root / chunk
         for name in names:
@@ -323,31 +303,24 @@ def kind_of_encoding(encoding: str) -> Kind | None:
 
 
 def decode_value(encoding: str, data: bytes) -> Any:
-    """Decodes a value. Raises ValueError (or its subclass UnicodeDecodeError) if it is invalid."""
+    """Decodes a value. Raises ValueError or IndexError if it is invalid."""
     name, _, rest = encoding.partition(":")
-    if name == "str":
-        return data.decode("utf-8")
+    if name in ("str", "json"):
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            reason = f"{error.reason} at byte {error.start:,}"
+            raise ValueError(f"expected UTF-8 text, got {reason}") from None
+        return text if name == "str" else parse_json(text)
     if name == "bytes":
         return data
     if name == "int":
         return int(_array(data, "int64")[0])
     if name in DTYPES.values():
         return _array(data, name)[0].item()
-    if name == "json":
-        return _decode_json(data)
     if name == "ndarray":
         return _decode_ndarray(data, *rest.split(":")) if rest else _decode_ndarray(data)
     raise ValueError(f"encoding {encoding!r} is not supported")
-
-
-def _decode_json(data: bytes) -> Any:
-    try:
-        value = json.loads(data.decode("utf-8"))
-        if isinstance(value, str):
-            value.encode()  # JSON can encode half of a surrogate pair, which is not text
-        return value
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def _decode_ndarray(data: bytes, dtype: str | None = None, shape: str | None = None) -> Any:

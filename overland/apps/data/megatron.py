@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.sources.compression import reading
-from overland.data.sources.source import FileSource, Kind, Tokens, part_of, split_part, token_ids
+from overland.data.sources.source import FileSource, Kind, Tokens, split_part, token_ids
 from overland.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -42,15 +42,11 @@ class Megatron(FileSource):
     def __init__(self, root: Path, files: list[str], skip_bad: bool = False) -> None:
         super().__init__(root, files, skip_bad)  # files: the .idx files
         self._counts = {file: len(read_megatron_index(root / file).documents) - 1 for file in files}
+        self.num_parts = {
+            file: -(-count // DOCUMENTS_PER_CHUNK) for file, count in self._counts.items()
+        }
         if not any(self._counts.values()):
             raise DataError(f"{root / files[0]} is empty: it lists no documents")
-
-    def chunks(self) -> list[str]:
-        return [
-            part_of(file, part)
-            for file, count in self._counts.items()
-            for part in range(-(-count // DOCUMENTS_PER_CHUNK))
-        ]
 
     def num_documents(self, chunk: str) -> int:
         file, part = split_part(chunk)

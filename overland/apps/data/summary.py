@@ -21,11 +21,7 @@ class SourceSummary:
     """Counts of a source. Lengths are in characters for text, in tokens for token ids, and in bytes
     for arrays."""
 
-    format: str
-    kind: str
-    column: str | None
-    columns: dict[str, str]
-    num_files: int
+    source: Source
     num_chunks: int
     num_documents: int = 0
     num_bad: int = 0
@@ -35,14 +31,16 @@ class SourceSummary:
     by_power: dict[int, int] = field(default_factory=dict)
     """Number of documents by the number of bits of their length."""
     samples: list[Document] = field(default_factory=list)
-    not_read: str = ""
-    together: str = ""
     num_tokens: int | None = None
     """For text, if a tokenizer counted them."""
 
     @property
     def unit(self) -> str:
-        return {"text": "characters", "tokens": "tokens", "arrays": "bytes"}[self.kind]
+        return {"text": "characters", "tokens": "tokens", "arrays": "bytes"}[self.source.kind]
+
+    @property
+    def format(self) -> str:
+        return self.source.format or self.source.class_name
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """Returns (shortest, longest, documents) for each power of two, without gaps."""
@@ -59,14 +57,15 @@ class SourceSummary:
         self.by_power[power] = self.by_power.get(power, 0) + 1
 
     def to_json(self) -> dict[str, Any]:
+        source = self.source
         return {
             "format": self.format,
-            "kind": self.kind,
-            "column": self.column,
-            "columns": self.columns,
-            "files": self.num_files,
-            "not_read": self.not_read,
-            "together": self.together,
+            "kind": source.kind,
+            "column": source.column,
+            "columns": dict(source.columns),
+            "files": len(source.files),
+            "not_read": source.not_read,
+            "together": source.together,
             "chunks": self.num_chunks,
             "documents": self.num_documents,
             "bad": self.num_bad,
@@ -109,14 +108,7 @@ def summarize(
 ) -> SourceSummary:
     """Reads a whole source in order, and calls `each` with every document."""
     chunks = source.chunks()
-    summary = SourceSummary(
-        source.format or source.class_name,
-        source.kind,
-        source.column,
-        dict(source.columns),
-        len(source.files),
-        len(chunks),
-    )
+    summary = SourceSummary(source, len(chunks))
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
         before = summary.num_documents + source.num_bad
@@ -130,12 +122,9 @@ def summarize(
         if expected is not None and found != expected:
             raise DataError(f"{chunk} has {found:,} documents, but {expected:,} were expected")
     summary.num_bad = source.num_bad
-    summary.not_read = source.not_read
-    summary.together = source.together
     if not summary.num_documents:
-        place = source.place
         bad = f", {number_of(summary.num_bad, 'bad one')} skipped" if summary.num_bad else ""
-        raise DataError(f"{place} is empty: it holds no documents{bad}")
+        raise DataError(f"{source.place} is empty: it holds no documents{bad}")
     return summary
 
 

@@ -56,7 +56,7 @@ TOKENIZER = (
     "config.json", "generation_config.json", "original/tokenizer*",
 )  # fmt: skip
 LARGEST_README = 2**24  # bytes; it is downloaded before free space is checked
-Report = Callable[[str, int, int], None]  # current activity, bytes so far, total bytes
+Report = Callable[[int, int, str], None]  # bytes so far, total bytes, current activity
 
 
 @dataclass(frozen=True)
@@ -370,4 +370,4 @@ class Bytes:
             raise HubError("stopped, because another file failed")
         with self.lock:
             self.done += size
-            self.report(self.what, self.done, self.total)
+            self.report(self.done, self.total, self.what)

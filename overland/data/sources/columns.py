@@ -2,8 +2,8 @@
 
 A column is named by its path: `text`, `meta.text` (a field of an object), `files[].text` (a field
 of every object in a list, each of which is a document), `files[+].text` (the same, joined into one
-document per record). If none is requested, a column with a usual
-name or the only column is used; otherwise the error lists the columns, with an example of each.
+document per record). If none is requested, a column with a usual name or the only column is used;
+otherwise the error lists the columns, with an example of each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from overland.data.sources.source import Kind
+import numpy as np
+
+from overland.data.sources.source import Document, FileSource, Kind, Located, token_ids
 from overland.errors import ChoiceRequired, DataError
 from overland.words import any_of, nearest_name
 
@@ -58,35 +60,86 @@ def column_name(place: Place) -> str:
     return "".join(EACH if step is None else f".{step}" for step in place).removeprefix(".")
 
 
-def split_joined(column: str) -> tuple[str, bool]:
-    """Returns `files[].text` and True for `files[+].text`."""
-    return column.replace(JOINED, EACH), JOINED in column
-
-
-def joined(texts: Iterable[str]) -> str:
+def joined(texts: Iterable[object]) -> str:
     """Joins the texts of a record, each after an empty line."""
     return "".join(f"\n\n{text}" for text in texts)
 
 
-def check_joinable(where: object, column: str | None, kind: Kind | None) -> None:
-    if kind == "tokens":
-        raise DataError(f"{where}: {column} has token ids, and only text can be joined")
-    if column is not None and EACH in column:
-        raise DataError(f"{where}: {column} joins one list, but not another: write {JOINED} twice")
+class ColumnFiles(FileSource):
+    """Files of records, one value of which, or several, or all of it, is a document."""
+
+    steps: Place = ("text",)
+    """Where the documents are in a record."""
+    joins = False
+    """Whether the values of a record are joined into one document."""
+
+    def choose(
+        self,
+        where: object,
+        wanted: str | None,
+        columns: Mapping[str, Column],
+        examples: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Chooses the wanted column, or the only sensible one. Called again for a further file,
+        checks that it has the same. `examples` has a value of each column."""
+        if self.column is not None:
+            self._check_same(where, columns)
+            return
+        self.columns = {name: one.type for name, one in columns.items()}
+        self.column = _choose(where, wanted, columns, examples)
+        chosen = RECORD if self.column == WHOLE else columns[self.column]
+        self.kind, self.steps = chosen.kind or "text", chosen.place
+        if wanted is not None and JOINED in wanted:
+            if self.kind == "tokens":
+                raise DataError(f"{where}: {wanted} has token ids, and only text can be joined")
+            if EACH in wanted:
+                raise DataError(
+                    f"{where}: {wanted} joins one list, but not another: write {JOINED} twice"
+                )
+            self.column, self.joins = wanted, True
+
+    def document(self, value: object, where: object, problem: Callable[[], str]) -> Document | None:
+        """Returns a value of a record as a document, or None if it is bad. `problem` says what is
+        wrong with a value of another kind."""
+        if self.kind == "records" and isinstance(value, dict):
+            return Located(value, where)
+        is_ids = isinstance(value, np.ndarray) or kind_of_value(value) == "tokens"
+        if self.kind == "tokens" and is_ids:
+            return token_ids(value, where, self.bad)
+        if self.kind != "text" or not isinstance(value, str):
+            self.bad(f"{where}: {problem()}")
+            return None
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # JSON can encode it
+            name = column_name(self.steps)
+            self.bad(f"{where}: {name} has half of a surrogate pair, so it is not UTF-8 text")
+            return None
+        return value
+
+    def _check_same(self, file: object, columns: Mapping[str, Column]) -> None:
+        name = column_name(self.steps)
+        if self.column == WHOLE:
+            if list(columns) != list(self.columns):
+                raise DataError(f"{file} has different columns than {self.root / self.files[0]}")
+        elif name not in columns:
+            raise no_column(file, name, columns, ", ".join(columns))
+        elif columns[name].kind != self.kind:
+            type = columns[name].type
+            raise DataError(f"{file}: column {name!r} is {type}, but {self.kind} in other files")
 
 
-def choose_column(
+def _choose(
     where: object,
     wanted: str | None,
     columns: Mapping[str, Column],
-    examples: Callable[[], Mapping[str, Any]] = dict,
+    examples: Callable[[], Mapping[str, Any]],
 ) -> str:
-    """Returns the wanted column, or the only sensible one: `files[].text` for `files[+].text` too.
-    `examples` has a value of each."""
+    """Returns the name of the column: `files[].text` for `files[+].text` too."""
     if wanted == WHOLE:
         return WHOLE
     if wanted is not None:
-        name, _ = split_joined(wanted)
+        name = wanted.replace(JOINED, EACH)
         if name not in columns:
             raise no_column(where, wanted, columns, _listed(columns))
         if columns[name].kind is None:
@@ -95,11 +148,9 @@ def choose_column(
                 f"{where}: column {wanted!r} contains no text or token ids; its columns: {listed}"
             )
         return name
-    for name in USUAL_NAMES:
+    for name in USUAL_NAMES if len(columns) > 1 else columns:
         if name in columns and columns[name].kind is not None:
             return name
-    if len(columns) == 1 and next(iter(columns.values())).kind is not None:
-        return next(iter(columns))
     raise ChoiceRequired(
         f"{where}: set ",
         "column",
@@ -186,7 +237,6 @@ class ColumnSample:
     """The columns of some records, with their types and examples."""
 
     def __init__(self) -> None:
-        self.num_lines = self.num_bytes = 0
         self.examples: dict[str, Any] = {}
         self._types: dict[Place, str] = {}
         self._kinds: dict[Place, Counter[Kind]] = {}
@@ -199,6 +249,7 @@ class ColumnSample:
     def columns(self, wanted: str | None) -> dict[str, Column]:
         """Returns columns by name. If the wanted column, or one called text, is null throughout the
         sample, it counts as text, and its nulls are bad documents."""
+        wanted = (wanted or "text").replace(JOINED, EACH)
         found: dict[str, Column] = {}
         containers = {place[:end] for place in self._types for end in range(1, len(place))}
         for place, type in self._types.items():

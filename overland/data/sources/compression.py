@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import bz2
-import gzip
 import io
 import lzma
+import math
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +18,7 @@ from overland.plugins import need
 SUFFIXES = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 READ_BYTES = 1 << 20
 COMPRESSION = 3  # typical compression ratio of text under gzip and zstd
-# Passed to zstd and xz at once: four bytes can expand to 128 KiB, and the output stays in memory.
+# Passed to a library at once: four bytes of zstd or xz can expand to 128 KiB, which stay in memory.
 FOLDED_BYTES = 1 << 12
 # Memory limit for xz; files from `xz -9` need 65 MiB, and zstd's own limit is 128 MiB.
 XZ_MEMORY = 256 << 20
@@ -26,6 +26,9 @@ XZ_MEMORY = 256 << 20
 # size if that is more. gzip shrinks zeros to a thousandth, and text to hardly less than a tenth.
 MOST_UNFOLDED = 256 << 20
 MOST_TIMES = 100
+# What is read to estimate how many times longer the text of a file is.
+HEAD_BYTES = 1 << 20
+UNFOLDED_BYTES = 64 << 20
 
 
 def is_compressed(file: str) -> bool:
@@ -37,22 +40,33 @@ def times_smaller(file: str) -> int:
     return COMPRESSION if is_compressed(file) else 1
 
 
+def measured_times_smaller(path: Path) -> int:
+    """Estimates it from the beginning of a compressed file: a power of two. The chunks of a file
+    follow from it, so it counts what it always did: all frames of zstd, the first one of others."""
+    with reading(path), path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    begin, rest, num_bytes = _decompressor(path), head, 0
+    frame = begin()
+    with suppress(Exception):  # reading will report it
+        while rest and num_bytes < UNFOLDED_BYTES:
+            num_bytes += len(frame.decompress(rest[:FOLDED_BYTES]))
+            rest = rest[FOLDED_BYTES:]
+            if frame.eof:
+                rest = frame.unused_data + rest
+                if "zst" not in path.suffix.lower():
+                    break
+                frame = begin()
+    return 2 ** max(0, round(math.log2(num_bytes / (len(head) - len(rest))))) if num_bytes else 1
+
+
 def bare_suffix(path: Path) -> str:
     """Returns `.jsonl` for A.JSONL.gz."""
     return (Path(path.stem) if is_compressed(path.name) else path).suffix.lower()
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    match path.suffix.lower():
-        case ".gz":
-            return io.BufferedReader(gzip.GzipFile(path, "rb"), READ_BYTES)
-        case ".xz":
-            return io.BufferedReader(_XzFile(path), READ_BYTES)
-        case ".bz2":
-            return io.BufferedReader(bz2.BZ2File(path), READ_BYTES)
-        case ".zst" | ".zstd":
-            return io.BufferedReader(_ZstdFile(path), READ_BYTES)
-    return path.open("rb")
+    file = path.open("rb")
+    return decompressed(file, path) if is_compressed(path.name) else file
 
 
 def read_whole(path: Path) -> bytes:
@@ -61,15 +75,13 @@ def read_whole(path: Path) -> bytes:
         if not is_compressed(path.name):
             return file.read()
         most = most_unfolded(path.stat().st_size)
-        data = bytearray()
-        while piece := file.read(READ_BYTES):
-            data += piece
-            if len(data) > most:
-                raise DataError(
-                    f"{path} decompresses to more than {most:,} bytes, over {MOST_TIMES} times its "
-                    "own size; if that is intended, decompress it first"
-                )
-    return bytes(data)
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise DataError(
+            f"{path} decompresses to more than {most:,} bytes, over {MOST_TIMES} times its own "
+            "size; if that is intended, decompress it first"
+        )
+    return data
 
 
 def most_unfolded(size: int) -> int:
@@ -79,17 +91,9 @@ def most_unfolded(size: int) -> int:
 
 def decompress(data: bytes, method: str, path: Path, most: int) -> bytes:
     """Decompresses at most `most` + 1 bytes, however many there are."""
-    openers: dict[str, Callable[[IO[bytes]], Any]] = {
-        "zstd": lambda file: io.BufferedReader(_ZstdFile(path, file)),
-        "gz": lambda file: gzip.GzipFile(fileobj=file),
-        "gzip": lambda file: gzip.GzipFile(fileobj=file),
-        "bz2": bz2.BZ2File,
-    }
-    if method in openers:
-        with openers[method](io.BytesIO(data)) as file:
-            opened: bytes = file.read(max(most, 0) + 1)
-            return opened
-    raise DataError(f"{path} is compressed with {method}; supported are zstd, gz and bz2")
+    if method not in ("zstd", "gz", "gzip", "bz2"):
+        raise DataError(f"{path} is compressed with {method}; supported are zstd, gz and bz2")
+    return decompressed(io.BytesIO(data), path, method).read(max(most, 0) + 1)
 
 
 @contextmanager
@@ -97,20 +101,36 @@ def reading(path: Path) -> Iterator[None]:
     """Turns a failure to read a file into a DataError, which no policy for bad documents skips."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # or decompressed
+    except (OSError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"{path} cannot be read: {reason}") from None
 
 
+def decompressed(file: IO[bytes], path: Path, method: str | None = None) -> io.BufferedReader:
+    """Returns the text of an open file, compressed with this method or as its name says."""
+    return io.BufferedReader(_Frames(file, _decompressor(path, method)), READ_BYTES)
+
+
+def _decompressor(path: Path, method: str | None = None) -> Callable[[], Any]:
+    """Returns a function that makes a decompressor for a frame."""
+    match method or path.suffix.lower().removeprefix("."):
+        case "gz" | "gzip":
+            return lambda: zlib.decompressobj(wbits=31)  # with gzip's header and checksum
+        case "bz2":
+            return bz2.BZ2Decompressor
+        case "xz":
+            return lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+    zstd: Any = need("zstandard", f"{path}: zstd")
+    return lambda: zstd.ZstdDecompressor().decompressobj()
+
+
 class _Frames(io.RawIOBase):
     """Decompresses one frame after another. The libraries' own readers do not notice a truncated
-    zstd file, and have no limit on the memory that an xz file takes."""
+    zstd file, have no limit on the memory that an xz file takes, and ignore what follows the last
+    frame of a bz2 file."""
 
-    padding = b""
-    """Bytes allowed between frames, and after the last one."""
-
-    def __init__(self, path: Path, file: IO[bytes] | None = None) -> None:
-        self._file = file if file is not None else path.open("rb")
+    def __init__(self, file: IO[bytes], begin: Callable[[], Any]) -> None:
+        self._file, self._begin = file, begin
         self._frame: Any = None
         self._rest = b""  # compressed
         self._ready = memoryview(b"")
@@ -127,13 +147,13 @@ class _Frames(io.RawIOBase):
                     raise EOFError("it is truncated in the middle of a compressed frame")
                 return 0
             if self._frame is None:
-                data = data.lstrip(self.padding) if self.padding else data
+                data = data.lstrip(b"\0")  # gzip and xz allow padding after a frame
                 if not data:
                     continue
-                self._frame = self.begin()
+                self._frame = self._begin()
             try:
                 self._ready = memoryview(self._frame.decompress(data))
-            except self.error as error:
+            except Exception as error:  # each library has its own
                 raise EOFError(str(error)) from None
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None
@@ -145,27 +165,3 @@ class _Frames(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-    error: type[Exception]
-
-    def begin(self) -> Any:
-        """Returns a decompressor for the next frame."""
-        raise NotImplementedError
-
-
-class _ZstdFile(_Frames):
-    def __init__(self, path: Path, file: IO[bytes] | None = None) -> None:
-        self._zstd: Any = need("zstandard", f"{path}: zstd")
-        self.error = self._zstd.ZstdError
-        super().__init__(path, file)
-
-    def begin(self) -> Any:
-        return self._zstd.ZstdDecompressor().decompressobj()
-
-
-class _XzFile(_Frames):
-    padding = b"\0"
-    error = lzma.LZMAError
-
-    def begin(self) -> Any:
-        return lzma.LZMADecompressor(memlimit=XZ_MEMORY)

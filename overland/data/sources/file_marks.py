@@ -22,6 +22,7 @@ from overland.world.records import record
 
 BLOCK_BYTES = 16 << 10
 NUM_BLOCKS = 16
+SMALL_BYTES = NUM_BLOCKS * BLOCK_BYTES  # smaller files are hashed whole
 WHOLE_BYTES = 64 << 30  # takes one core a minute, once; tokenizing as much takes two hours
 HASHERS = 16  # threads, which hash and wait for the disk in parallel
 WHOLE = "whole:"
@@ -39,7 +40,7 @@ class FileMark(NamedTuple):
 
     @property
     def is_sure(self) -> bool:
-        return self.size <= NUM_BLOCKS * BLOCK_BYTES or self.sample.startswith(WHOLE)
+        return self.size <= SMALL_BYTES or self.sample.startswith(WHOLE)
 
 
 def marks_of_files(root: Path, files: Iterable[str], whole: bool = True) -> dict[str, FileMark]:
@@ -50,8 +51,7 @@ def marks_of_files(root: Path, files: Iterable[str], whole: bool = True) -> dict
 
     def mark(file: str) -> FileMark:
         stat = stats[file]
-        look = _whole if whole else _sample
-        return FileMark(stat.st_size, stat.st_mtime_ns, look(paths[file], stat))
+        return FileMark(stat.st_size, stat.st_mtime_ns, _digest(paths[file], stat, whole))
 
     with ThreadPoolExecutor(HASHERS) as pool:
         return dict(zip(paths, pool.map(mark, paths), strict=True))
@@ -70,7 +70,10 @@ def changed_files(root: Path, marks: Mapping[str, FileMark]) -> list[str]:
 def has_mark(path: Path, mark: FileMark) -> bool:
     """Whether a file, wherever it is now, has the bytes that were marked."""
     stat = os.stat(path)
-    return stat.st_size == mark.size and _look(path, stat, mark) == mark.sample
+    return (
+        stat.st_size == mark.size
+        and _digest(path, stat, mark.sample.startswith(WHOLE)) == mark.sample
+    )
 
 
 def unsure_of(root: Path, marks: Mapping[str, FileMark]) -> list[str]:
@@ -94,39 +97,31 @@ def _change(path: Path, mark: FileMark) -> str | None:
         return f"{path} changed: it had {mark.size:,} bytes and now has {stat.st_size:,}"
     if stat.st_mtime_ns == mark.time_ns:
         return None
-    if _look(path, stat, mark) != mark.sample:
+    if _digest(path, stat, mark.sample.startswith(WHOLE)) != mark.sample:
         return f"{path} changed: its size is the same, but its content is not"
     return None
 
 
-def _look(path: Path, stat: os.stat_result, mark: FileMark) -> str:
-    """Digests the part of a file that the mark covers."""
-    return (_whole if mark.sample.startswith(WHOLE) else _sample)(path, stat)
-
-
-def _whole(path: Path, stat: os.stat_result) -> str:
-    if stat.st_size <= NUM_BLOCKS * BLOCK_BYTES:
-        return _sample(path, stat)
-    return WHOLE + _digest(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+def _digest(path: Path, stat: os.stat_result, whole: bool) -> str:
+    """Digests a file or, if it is large and not wanted whole, some blocks of it."""
+    if whole and stat.st_size > SMALL_BYTES:
+        return WHOLE + _whole(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        if stat.st_size <= SMALL_BYTES:
+            digest.update(file.read())
+        else:
+            for i in range(NUM_BLOCKS):  # the first block and the last are always among them
+                file.seek((stat.st_size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 # Marks are compared after every shard: with the cache, a file that was touched is hashed only once.
 @lru_cache(maxsize=1 << 16)
-def _digest(path: Path, size: int, time_ns: int, inode: int) -> str:
+def _whole(path: Path, size: int, time_ns: int, inode: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _sample(path: Path, stat: os.stat_result) -> str:
-    digest, size = hashlib.blake2b(digest_size=16), stat.st_size
-    with path.open("rb") as file:
-        if size <= NUM_BLOCKS * BLOCK_BYTES:
-            digest.update(file.read())
-        else:
-            for i in range(NUM_BLOCKS):  # the first block and the last are always among them
-                file.seek((size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1))
-                digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def _without_times(value: Any) -> Any:

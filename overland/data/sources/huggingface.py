@@ -114,14 +114,49 @@ def select_files(
     held_out: bool = False,
 ) -> list[str]:
     """Returns the `files` (relative to `root`) that belong to the subset and the split."""
-    configs = _configs(root / "README.md")
+    name, files, patterns = _subset(root, files, subset, root)
+    if not patterns:
+        return _by_split(root, files, split, held_out)
+    chosen = choose_split(split, patterns, f"{root}, subset {name},", held_out)
+    found = _matching(root, files, patterns[chosen])
+    if not found:
+        page = root / "README.md"
+        raise DataError(f"{page}: no file here matches {', '.join(patterns[chosen])}")
+    return found
+
+
+def subset_files(root: Path, files: Sequence[str], subset: str | None, where: str) -> list[str]:
+    """Returns the `files` that belong to the subset, or to the default one, in any split; only the
+    README.md needs to be in `root`. Errors name `where`."""
+    _, files, patterns = _subset(root, files, subset, where)
+    every = [pattern for some in patterns.values() for pattern in some]
+    return _matching(root, files, every) if every else list(files)
+
+
+def _subset(
+    root: Path, files: Sequence[str], subset: str | None, where: object
+) -> tuple[str | None, Sequence[str], dict[str, list[str]]]:
+    """Returns the name of the subset, its files, and the patterns of each split, if the README.md
+    has any."""
+    configs = {str(one.get("config_name", "default")): one for one in _configs(root / "README.md")}
     if configs:
-        return _by_readme(root, files, configs, subset, split, held_out)
-    if subset is not None:
+        usual = [name for name, config in configs.items() if config.get("default")]
+        name = choose_name("subset", subset, configs, usual[0] if usual else "default", where)
+        folder, patterns = configs[name].get("data_dir"), _patterns(configs[name])
+        if folder:
+            folder = inside_folder(root, folder, root / "README.md").relative_to(root).as_posix()
+    elif subset is not None:
         folders = sorted({file.partition("/")[0] for file in files if "/" in file})
-        folder = choose_name("subset", subset, folders, "default", root)
-        files = [file for file in files if file.startswith(f"{folder}/")]
-    return _by_split(root, files, split, held_out)
+        folder, patterns = choose_name("subset", subset, folders, "default", where), {}
+        name = folder
+    else:
+        return None, files, {}
+    start = f"{folder}/" if folder not in (None, "", ".") else ""
+    patterns = {
+        split: [start + pattern.removeprefix("./") for pattern in some]
+        for split, some in patterns.items()
+    }
+    return name, [file for file in files if file.startswith(start)], patterns
 
 
 def read_together(root: Path, files: Sequence[str]) -> str:
@@ -133,23 +168,6 @@ def read_together(root: Path, files: Sequence[str]) -> str:
     more = f" and {len(folders) - SHOWN:,} more" if len(folders) > SHOWN else ""
     names = f"{', '.join(folders[:SHOWN])}{more}"
     return f"{len(folders):,} subsets are read together: {names}; set subset to read one of them"
-
-
-def subset_files(root: Path, files: Sequence[str], subset: str | None, where: str) -> list[str]:
-    """Returns the `files` that belong to the subset, or to the default one, in any split; only the
-    README.md needs to be in `root`. Errors name `where`."""
-    configs = _configs(root / "README.md")
-    if not configs and subset is None:
-        return list(files)
-    if not configs:
-        folders = sorted({file.partition("/")[0] for file in files if "/" in file})
-        folder = choose_name("subset", subset, folders, "default", where)
-        return [file for file in files if file.startswith(f"{folder}/")]
-    _, config = _config(configs, subset, where)
-    patterns = [one for some in _patterns(config.get("data_files")).values() for one in some]
-    if not patterns:
-        return _below(root, files, config)
-    return _matching(root, files, config, patterns)
 
 
 def split_of(file: str) -> str | None:
@@ -176,61 +194,11 @@ def _by_split(root: Path, files: Sequence[str], split: str | None, held_out: boo
     return [file for file in files if splits[file] == chosen]
 
 
-def _by_readme(
-    root: Path,
-    files: Sequence[str],
-    configs: list[dict[str, Any]],
-    subset: str | None,
-    split: str | None,
-    held_out: bool,
-) -> list[str]:
-    name, config = _config(configs, subset, root)
-    patterns = _patterns(config.get("data_files"))
-    if not patterns:
-        return _by_split(root, _below(root, files, config), split, held_out)
-    chosen = choose_split(split, patterns, f"{root}, subset {name},", held_out)
-    found = _matching(root, files, config, patterns[chosen])
-    if not found:
-        page = root / "README.md"
-        raise DataError(f"{page}: no file here matches {', '.join(patterns[chosen])}")
-    return found
-
-
-def _config(
-    configs: list[dict[str, Any]], subset: str | None, where: object
-) -> tuple[str, dict[str, Any]]:
-    by_name = {str(config.get("config_name", "default")): config for config in configs}
-    usual = [name for name, config in by_name.items() if config.get("default")]
-    name = choose_name("subset", subset, by_name, usual[0] if usual else "default", where)
-    return name, by_name[name]
-
-
-def _below(root: Path, files: Sequence[str], config: dict[str, Any]) -> list[str]:
-    return [file for file in files if file.startswith(_start(root, config))]
-
-
-def _start(root: Path, config: dict[str, Any]) -> str:
-    """Returns the folder that a subset's patterns are relative to, with its slash."""
-    if not config.get("data_dir"):
-        return ""
-    folder = (
-        inside_folder(root, config["data_dir"], root / "README.md").relative_to(root).as_posix()
-    )
-    return "" if folder == "." else f"{folder}/"
-
-
-def _matching(
-    root: Path, files: Sequence[str], config: dict[str, Any], patterns: Sequence[str]
-) -> list[str]:
+def _matching(root: Path, files: Sequence[str], patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         inside_folder(root, pattern, root / "README.md")
-    matchers = [_glob(pattern.removeprefix("./")) for pattern in patterns]
-    start = _start(root, config)
-    return [
-        file
-        for file in _below(root, files, config)
-        if any(one.fullmatch(file.removeprefix(start)) for one in matchers)
-    ]
+    matchers = list(map(_glob, patterns))
+    return [file for file in files if any(one.fullmatch(file) for one in matchers)]
 
 
 def _configs(page: Path) -> list[dict[str, Any]]:
@@ -247,8 +215,9 @@ def _configs(page: Path) -> list[dict[str, Any]]:
     return [one for one in configs if isinstance(one, dict)] if isinstance(configs, list) else []
 
 
-def _patterns(data_files: Any) -> dict[str, list[str]]:
+def _patterns(config: dict[str, Any]) -> dict[str, list[str]]:
     """Returns the patterns of each split, from any of the forms that a README may use."""
+    data_files = config.get("data_files")
     if isinstance(data_files, dict):
         data_files = [{"split": split, "path": path} for split, path in data_files.items()]
     entries = data_files if isinstance(data_files, list) else [data_files] if data_files else []

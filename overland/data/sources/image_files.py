@@ -11,9 +11,7 @@ that a header claims is checked against the file before it is used.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -23,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,14 +31,15 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.sources.compression import reading
-from overland.data.sources.source import Arrays, FileSource, Kind
+from overland.data.sources.numpy_tokens import not_an_array, read_header
+from overland.data.sources.source import FileSource, Kind
+from overland.data.sources.text import rows_of
 from overland.errors import DataError
 from overland.words import any_of
 from overland.world.records import record
 
 ARRAY_SUFFIXES = (".npy", ".npz", ".safetensors")
 WANTED = "pixel_values"  # the array to read from a file that has several
-LONGEST_HEADER = 10_000  # .npy: NumPy's own limit, which it checks only after reading the header
 LONGEST_INDEX = 1 << 20  # .safetensors: our limit; images need little, and every file's is read
 LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip member: lengths of its name and extra field
 SAFETENSORS = {
@@ -74,35 +74,42 @@ class ArrayList(FileSource):
     ) -> None:
         """`channels`: the channels of an image, if known; they tell an image with several channels
         from several images. `pad`: the height and width that all images are padded to."""
-        files = listed_files(path, column)
-        super().__init__(path.parent, files, skip_bad)
-        self.list = path
-        found = self._scan()
-        self.files = list(found)
-        if not found:
+        super().__init__(path.parent, listed_files(path, column), skip_bad)
+        with ThreadPoolExecutor(SCANNERS) as pool:
+            found = dict(zip(self.files, pool.map(self._scan, self.files), strict=True))
+        for one in found.values():
+            if isinstance(one, DataError):
+                self.bad(str(one))
+        readable = {file: one for file, one in found.items() if not isinstance(one, DataError)}
+        if not readable:
             raise DataError(f"{path} lists no readable file: {self.num_bad:,} were skipped")
-        self.stored = [array for array, _ in found.values()]
-        self._marks = [mark for _, mark in found.values()]
-        self.shapes: list[Shape] = []
+        self.files = list(readable)
+        self.stored = [array for array, _ in readable.values()]
+        self._marks = [mark for _, mark in readable.values()]
+        each = [
+            images_in(array.shape, channels, root=self.root / file)
+            for file, array in zip(self.files, self.stored, strict=True)
+        ]
+        self.shapes = [shape for _, shape in each]
         """The shape of one image, for each file."""
-        counts = []
-        for file, array in zip(self.files, self.stored, strict=True):
-            count, shape = images_in(array.shape, channels, root=path.parent / file)
-            self.shapes.append(shape)
-            counts.append(count)
-        self.ends = np.cumsum(counts)
-        self.starts = self.ends - counts
-        self.dtype_of_all = self._one_type()
-        self.shape = self._one_shape(pad)
+        self.starts = np.cumsum([0, *(count for count, _ in each)])
+        """The number of the first image of each file, and the number of all images."""
+        self.dtype_of_all = np.dtype(self.stored[0].dtype).newbyteorder("<").str
+        channels, height, width = self.shapes[0]
+        height, width = pad or (height, width)
+        self.shape = (channels, int(height), int(width))
+        """The shape that every image is padded to."""
+        for file, array, shape in zip(self.files, self.stored, self.shapes, strict=True):
+            self._check(file, array, shape, is_padded=pad is not None)
         self.fields = {WANTED: (self.dtype_of_all, self.shape)}
 
     def __len__(self) -> int:
         """The number of images."""
-        return int(self.ends[-1])
+        return int(self.starts[-1])
 
     def fill(self, number: int, into: Values) -> None:
         """Reads an image into an array of this source's type and shape."""
-        which = int(np.searchsorted(self.ends, number, side="right"))
+        which = int(np.searchsorted(self.starts, number, side="right")) - 1
         array, (channels, height, width) = self.stored[which], self.shapes[which]
         dtype = np.dtype(array.dtype)
         size = channels * height * width * dtype.itemsize
@@ -117,70 +124,37 @@ class ArrayList(FileSource):
         top, left = (self.shape[1] - height) // 2, (self.shape[2] - width) // 2
         into[:, top : top + height, left : left + width] = image
 
-    def chunks(self) -> list[str]:
-        return list(self.files)
-
-    def num_documents(self, chunk: str) -> int:
-        which = self.files.index(chunk)
-        return int(self.ends[which] - self.starts[which])
-
-    def read(self, chunk: str) -> Iterator[Arrays]:
-        which = self.files.index(chunk)
-        for number in range(int(self.starts[which]), int(self.ends[which])):
-            image = np.empty(self.shape, self.dtype_of_all)
-            self.fill(number, image)
-            yield {WANTED: image}
-
     def digest(self) -> str:
         """Returns a digest of the order of the images and of each file's name, size, beginning and
         end; `overland prove data` compares all bytes."""
         parts = (*self.files, *self._marks, str(self.shape))
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
-    def _scan(self) -> dict[str, tuple[StoredArray, str]]:
-        """Reads the header of every file."""
+    def _scan(self, file: str) -> tuple[StoredArray, str] | DataError:
+        """Reads the header of a file, and marks the file."""
+        try:
+            return find_array(self.root / file), _mark(self.root / file)
+        except DataError as error:
+            return error
 
-        def look(file: str) -> tuple[StoredArray, str] | DataError:
-            try:
-                return find_array(self.root / file), _mark(self.root / file)
-            except DataError as error:
-                return error
-
-        found: dict[str, tuple[StoredArray, str]] = {}
-        with ThreadPoolExecutor(SCANNERS) as pool:
-            for file, one in zip(self.files, pool.map(look, self.files), strict=True):
-                if isinstance(one, DataError):
-                    self.bad(str(one))
-                else:
-                    found[file] = one
-        return found
-
-    def _one_type(self) -> str:
-        first = np.dtype(self.stored[0].dtype).newbyteorder("<")
-        for file, array in zip(self.files, self.stored, strict=True):
-            if np.dtype(array.dtype).newbyteorder("<") != first:
-                raise DataError(
-                    f"{self.root / file} contains {np.dtype(array.dtype)} but {self.files[0]} "
-                    f"contains {first}: all images in {self.list} must have the same dtype"
-                )
-        return first.str
-
-    def _one_shape(self, pad: Sequence[int] | None) -> Shape:
-        """The shape that every image is padded to."""
-        height, width = pad or self.shapes[0][1:]
-        expected = (self.shapes[0][0], int(height), int(width))
-        for file, shape in zip(self.files, self.shapes, strict=True):
-            if pad is None and shape != expected:
-                raise DataError(
-                    f"{self.root / file} has an image of {_words(shape)}, but {self.files[0]} has "
-                    f"{_words(expected)}: set images.pad to the height and width of the largest"
-                )
-            if shape[0] != expected[0] or shape[1] > expected[1] or shape[2] > expected[2]:
-                raise DataError(
-                    f"{self.root / file} has an image of {_words(shape)}, which cannot be padded "
-                    f"to {_words(expected)}: increase images.pad, or remove the file from the list"
-                )
-        return expected
+    def _check(self, file: str, array: StoredArray, shape: Shape, is_padded: bool) -> None:
+        """Raises an error for images that do not belong together."""
+        path, all_types = self.root / file, np.dtype(self.dtype_of_all)
+        if np.dtype(array.dtype).newbyteorder("<") != all_types:
+            raise DataError(
+                f"{path} contains {np.dtype(array.dtype)} but {self.files[0]} contains "
+                f"{all_types}: all images in a list must have the same dtype"
+            )
+        if not is_padded and shape != self.shape:
+            raise DataError(
+                f"{path} has an image of {_words(shape)}, but {self.files[0]} has "
+                f"{_words(self.shape)}: set images.pad to the height and width of the largest"
+            )
+        if shape[0] != self.shape[0] or shape[1] > self.shape[1] or shape[2] > self.shape[2]:
+            raise DataError(
+                f"{path} has an image of {_words(shape)}, which cannot be padded to "
+                f"{_words(self.shape)}: increase images.pad, or remove the file from the list"
+            )
 
 
 def images_in(shape: tuple[int, ...], channels: int | None, root: Path) -> tuple[int, Shape]:
@@ -254,14 +228,11 @@ def _names_file(row: list[str], number: int) -> bool:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    with reading(path), path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-        try:
-            reader = csv.reader(file)
-            for row in reader:
-                if any(cell.strip() for cell in row):
-                    yield reader.line_num, row
-        except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num}: not a valid CSV row: {error}") from None
+    def refuse(message: str) -> None:
+        raise DataError(message)
+
+    rows = rows_of(path, refuse)
+    return ((line, row) for line, row in rows if any(cell.strip() for cell in row))
 
 
 def _mark(path: Path) -> str:
@@ -295,25 +266,17 @@ class StoredArray:
 
 def find_array(path: Path) -> StoredArray:
     """Locates the array in a file: the only one, or the one called pixel_values."""
-    with reading(path):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            try:
-                if path.suffix == ".npy":
-                    array = _npy(file, path, size)
-                elif path.suffix == ".npz":
-                    array = _npz(file, path)
-                else:
-                    array = _safetensors(file, path, size)
-            except (ValueError, TypeError, KeyError, SyntaxError, AttributeError, struct.error,
-                    RecursionError, MemoryError, OverflowError, zipfile.BadZipFile,
-                    RuntimeError, EOFError, zlib.error) as error:  # fmt: skip
-                # A header is untrusted text, and parsing it can fail in many ways.
-                reason = " ".join(str(error).split())[:200] or type(error).__name__
-                raise DataError(f"{path} is not an array, or is truncated: {reason}") from None
+    with reading(path), path.open("rb") as file, not_an_array(path):
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            raise DataError(f"{path} is empty")
+        if path.suffix == ".npy":
+            array = _npy(file, path)
+        else:
+            array = _npz(file, path) if path.suffix == ".npz" else _safetensors(file, path, size)
     if not array.member and array.offset + array.num_bytes > size:
         raise DataError(
-            f"{path} is truncated: {' × '.join(map(str, array.shape))} {np.dtype(array.dtype)} "
+            f"{path} is truncated: {_words(array.shape)} {np.dtype(array.dtype)} "
             f"values need {array.offset + array.num_bytes:,} bytes, but the file has {size:,}"
         )
     return array
@@ -323,55 +286,32 @@ def read_array(path: Path, array: StoredArray, into: Values, first: int = 0) -> 
     """Fills `into`, which must be contiguous and have the array's dtype, with the array's bytes
     from `first` on."""
     view = into.reshape(-1).view(np.uint8).data
-    with reading(path):
-        if array.member:
-            _read_member(path, array, view, first)
-            return
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            at = array.offset + first
-            while view:
-                count = os.preadv(descriptor, [view], at)
-                if not count:
-                    raise DataError(f"{path} is truncated: it ends at byte {at:,}")
-                view, at = view[count:], at + count
-        finally:
-            os.close(descriptor)
+    with reading(path), _opened(path, array.member) as file:
+        file.seek(array.offset + first)  # decompresses a member from its first byte on
+        while view:
+            count = file.readinto(view)
+            if not count:
+                raise DataError(f"{path} is truncated: it ends at byte {file.tell():,}")
+            view = view[count:]
 
 
-def _read_member(path: Path, array: StoredArray, view: memoryview, first: int) -> None:
-    """Reads a compressed array, which has to be decompressed from its first byte on."""
+@contextmanager
+def _opened(path: Path, member: str) -> Iterator[Any]:
+    """Opens a file without a buffer, or a compressed member of a zip."""
+    if not member:
+        with path.open("rb", buffering=0) as file:
+            yield file
+        return
     try:
-        with zipfile.ZipFile(path) as archive, archive.open(array.member) as member:
-            member.seek(array.offset + first)
-            while view:
-                data = member.read(min(len(view), 1 << 20))
-                if not data:
-                    raise DataError(f"{path} is truncated: {array.member} ends too early")
-                view[: len(data)] = data
-                view = view[len(data) :]
+        with zipfile.ZipFile(path) as archive, archive.open(member) as unzipped:
+            yield unzipped
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as error:
         raise DataError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
 
 
-def _npy(file: IO[bytes], path: Path, size: int) -> StoredArray:
+def _npy(file: IO[bytes], path: Path) -> StoredArray:
     """The array of a .npy file, or of a .npy member of a zip."""
-    if not size:
-        raise DataError(f"{path} is empty")
-    version = np.lib.format.read_magic(file)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"unsupported format version {version}")
-    length = file.read(2 if version == (1, 0) else 4)
-    header = int.from_bytes(length, "little")
-    if header > LONGEST_HEADER:
-        raise DataError(
-            f"{path} is not an array: its header has more than {LONGEST_HEADER:,} bytes"
-        )
-    whole = io.BytesIO(length + file.read(header))
-    read = np.lib.format.read_array_header_1_0
-    if version == (2, 0):
-        read = np.lib.format.read_array_header_2_0
-    shape, by_columns, dtype = read(whole, max_header_size=LONGEST_HEADER)
+    shape, by_columns, dtype, offset = read_header(file, path)
     if dtype.hasobject:
         raise DataError(
             f"{path} contains Python objects (a pickle), which are not read: save only numbers"
@@ -382,7 +322,7 @@ def _npy(file: IO[bytes], path: Path, size: int) -> StoredArray:
         raise DataError(
             f"{path} is in Fortran order (by columns): save np.ascontiguousarray(array) instead"
         )
-    return StoredArray(dtype.str, _checked(shape, path), 8 + len(length) + header)
+    return StoredArray(dtype.str, _checked(shape, path), offset)
 
 
 def _npz(file: IO[bytes], path: Path) -> StoredArray:
@@ -390,7 +330,7 @@ def _npz(file: IO[bytes], path: Path) -> StoredArray:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         info = members[_chosen(list(members), path)]
         with archive.open(info) as member:
-            array = _npy(member, path, info.file_size)
+            array = _npy(member, path)
         if array.offset + array.num_bytes > info.file_size:
             raise DataError(
                 f"{path} is truncated: {info.filename} has {info.file_size:,} bytes, but its array "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -16,7 +18,6 @@ from overland.data.sources.source import (
     Kind,
     Tokens,
     check_dtype,
-    part_of,
     split_part,
     token_ids,
 )
@@ -42,15 +43,11 @@ class NumpyTokens(FileSource):
         super().__init__(root, files, skip_bad)
         self.dtype = check_dtype(dtype)
         self._shapes = {file: self._open(file).shape for file in self.files}
+        self.num_parts = {
+            file: -(-shape[0] // _chunk_length(shape)) for file, shape in self._shapes.items()
+        }
         if not any(np.prod(shape) for shape in self._shapes.values()):
             raise DataError(f"{root / files[0]} is empty: it holds no tokens")
-
-    def chunks(self) -> list[str]:
-        return [
-            part_of(file, part)
-            for file, shape in self._shapes.items()
-            for part in range(-(-shape[0] // _chunk_length(shape)))
-        ]
 
     def num_documents(self, chunk: str) -> int:
         file, part = split_part(chunk)
@@ -77,30 +74,50 @@ class NumpyTokens(FileSource):
 
 
 def _open_npy(path: Path) -> Any:
-    if not path.stat().st_size:
-        raise DataError(f"{path} is empty")
-    with path.open("rb") as file:
-        head = file.read(12)  # 6 bytes of magic, the version in 2, the header's length in 2 or 4
-    if int.from_bytes(head[8:10] if head[6:7] == b"\1" else head[8:12], "little") > LONGEST_HEADER:
-        raise DataError(
-            f"{path} is not an array: its header has more than {LONGEST_HEADER:,} bytes"
-        )
-    try:
+    with path.open("rb") as file, not_an_array(path):
+        shape, by_columns, dtype, offset = read_header(file, path)
+        if dtype.kind not in "iu" or len(shape) not in (1, 2):
+            raise DataError(
+                f"{path}: expected a one- or two-dimensional array of integers, got {dtype} of "
+                f"shape {shape}"
+            )
         with np.errstate(over="raise"):  # the product of a shape may overflow
-            array = np.lib.format.open_memmap(path, mode="r")
-    except OSError:
-        raise
-    except Exception as error:  # the header is a Python literal, so it can raise anything
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{path} is not an array, or is truncated: {reason}") from None
-    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-        raise DataError(
-            f"{path}: expected a one- or two-dimensional array of integers, got {array.dtype} of "
-            f"shape {array.shape}"
-        )
+            array = np.memmap(path, dtype, "r", offset, shape, "F" if by_columns else "C")
     if len(array) and not array.size:  # empty rows take no bytes, so there could be any number
         raise DataError(f"{path} is empty: its {len(array):,} rows have no tokens")
     return array
+
+
+def read_header(file: IO[bytes], path: Path) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Reads the header of a .npy file: the array's shape, whether it is stored by columns, its
+    type, and where its values begin."""
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"unsupported format version {version}")
+    length = file.read(2 if version == (1, 0) else 4)
+    size = int.from_bytes(length, "little")
+    if size > LONGEST_HEADER:
+        raise DataError(
+            f"{path} is not an array: its header has more than {LONGEST_HEADER:,} bytes"
+        )
+    read = np.lib.format.read_array_header_1_0
+    if version == (2, 0):
+        read = np.lib.format.read_array_header_2_0
+    shape, by_columns, dtype = read(io.BytesIO(length + file.read(size)), LONGEST_HEADER)
+    return shape, by_columns, dtype, 8 + len(length) + size
+
+
+@contextmanager
+def not_an_array(path: Path) -> Iterator[None]:
+    """Turns a failure to parse a header into a DataError. It is untrusted text, of a Python literal
+    or of JSON, so parsing it can raise anything."""
+    try:
+        yield
+    except (OSError, DataError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path} is not an array, or is truncated: {reason}") from None
 
 
 def _open_bin(path: Path, given: str | None) -> Any:

@@ -44,14 +44,10 @@ class BadDocument(DataError):
 class Located(dict[str, Any]):
     """A whole record that knows where it was read from."""
 
-    def __init__(self, record: Mapping[str, Any], where: str | Callable[[], str]) -> None:
-        """`where` may be a function, called only for a message: it may have to count lines."""
+    def __init__(self, record: Mapping[str, Any], where: object) -> None:
+        """`where` becomes text only for a message: it may have to count lines."""
         super().__init__(record)
-        self._where = where
-
-    @property
-    def where(self) -> str:
-        return self._where if isinstance(self._where, str) else self._where()
+        self.where = where
 
 
 class Source:
@@ -232,6 +228,8 @@ class FileSource(Source):
         self.root = root
         self.files: list[str] = list(files)
         self.names = frozenset(self.files)
+        self.num_parts: dict[str, int] = {}
+        """How many chunks each file has; files that are not in it are a chunk each."""
         self.columns: dict[str, str] = {}
         self.skip_bad = skip_bad
         if not self.files:
@@ -243,7 +241,11 @@ class FileSource(Source):
         return self.root / self.files[0] if len(self.files) == 1 else self.root
 
     def chunks(self) -> list[str]:
-        return list(self.files)
+        return [chunk for file in self.files for chunk in self._parts(file)]
+
+    def _parts(self, file: str) -> list[str]:
+        count = self.num_parts.get(file)
+        return [file] if count is None else [part_of(file, part) for part in range(count)]
 
     def about_documents(self) -> int | None:
         counts = [self.num_documents(chunk) for chunk in self.chunks()]
@@ -294,7 +296,7 @@ def inside_folder(folder: Path, name: object, index: Path) -> Path:
     return folder / path
 
 
-def decode(data: bytes, where: str, bad: Bad) -> str | None:
+def decode(data: bytes, where: object, bad: Bad) -> str | None:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -302,7 +304,7 @@ def decode(data: bytes, where: str, bad: Bad) -> str | None:
         return None
 
 
-def token_ids(values: object, where: str, bad: Bad) -> Tokens | None:
+def token_ids(values: object, where: object, bad: Bad) -> Tokens | None:
     """Returns a document's token ids, of any integer type and shape, as a flat int64 array."""
     try:
         ids = np.asarray(values)
@@ -347,10 +349,9 @@ def walk(root: Path, left_out: LeftOut) -> list[str]:
     """
     found: list[str] = []
     top = os.path.realpath(root)
-    seen = {top}
-    folders = [("", top)]
+    seen, folders = {top}, [""]
     while folders:
-        start, real = folders.pop()
+        start = folders.pop()
         try:
             with os.scandir(root / start) as listed:
                 entries = sorted(listed, key=lambda entry: entry.name, reverse=True)
@@ -368,17 +369,15 @@ def walk(root: Path, left_out: LeftOut) -> list[str]:
                 continue
             if is_file:
                 found.append(name)
-            elif is_folder:
-                is_link = entry.is_symlink()
-                leads_to = os.path.realpath(entry.path) if is_link else f"{real}/{entry.name}"
-                if leads_to in seen or (is_link and _overlap(leads_to, top)):
+            elif not is_folder:
+                left_out.add(name, "a broken link" if entry.is_symlink() else "not a regular file")
+            else:
+                real = os.path.realpath(entry.path)
+                if real in seen or (entry.is_symlink() and _overlap(real, top)):
                     left_out.add(f"{name}/", "a link to a folder that is already read")
                 else:
-                    seen.add(leads_to)
-                    folders.append((f"{name}/", leads_to))
-            else:
-                is_link = entry.is_symlink()
-                left_out.add(name, "a broken link" if is_link else "not a regular file")
+                    seen.add(real)
+                    folders.append(f"{name}/")
     return sorted(found, key=lambda name: name.split("/"))
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from overland.apps.data.mds import read_mds_index, read_shard
 from overland.apps.data.megatron import HEAD, MAGIC, read_megatron_index
+from overland.data.sources import is_mds
 from overland.data.sources.huggingface import subset_files
-from overland.data.sources.open import is_mds
 from overland.data.tokenizer_files import Beside
 from overland.errors import DataError
 from tests.limited import limited

@@ -18,7 +18,7 @@ import pytest
 
 from overland.apps.data.megatron import HEAD, MAGIC
 from overland.apps.data.summary import summarize
-from overland.data.sources import compression, csv_rows, jsonl, open_source
+from overland.data.sources import compression, jsonl, open_source, text
 from tests.limited import limited
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ FOLD: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.fixture
 def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (jsonl, csv_rows):
+    for module in (jsonl, text):
         monkeypatch.setattr(module, "LONGEST_LINE", MIB)
 
 

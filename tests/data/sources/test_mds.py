@@ -133,7 +133,9 @@ def test_splits_are_folders(tmp_path: Path) -> None:
 
 def test_bad_utf8_is_named_or_skipped(tmp_path: Path) -> None:
     write_mds(tmp_path, {"text": "str"}, [{"text": b"fine"}, {"text": b"caf\xe9"}])
-    with pytest.raises(DataError, match=r"shard\.00000\.mds: sample 1: expected UTF-8 text"):
+    with pytest.raises(
+        DataError, match=r"shard\.00000\.mds: sample 1: column 'text': expected UTF-8 text"
+    ):
         read_all(open_source(tmp_path))
     source = open_source(tmp_path, skip_bad=True)
     assert read_all(source) == ["fine"]

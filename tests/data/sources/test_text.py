@@ -10,7 +10,6 @@ import pytest
 import zstandard
 
 from overland.data.sources import JsonLines, TextFolder, open_source
-from overland.data.sources.jsonl import line_chunks
 from overland.errors import DataError
 from tests.data.sources.samples import read_all
 
@@ -89,7 +88,7 @@ def test_a_file_of_62_mb_is_the_work_of_many_processes(tmp_path: Path) -> None:
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.write(b'{"text": "a"}\n')
         file.truncate(62_000_000)  # takes no space on the disk
-    assert len(list(line_chunks(tmp_path, ["a.jsonl"]))) == 15
+    assert len(JsonLines(tmp_path, ["a.jsonl"]).chunks()) == 15
 
 
 def test_a_file_whose_name_looks_like_a_part_is_a_file(tmp_path: Path) -> None:
@@ -253,7 +252,7 @@ def test_two_lists_are_not_joined_where_only_one_is_meant(tmp_path: Path) -> Non
 def test_ids_that_are_none_are_bad_documents(tmp_path: Path) -> None:
     rows = ["[1, 2]", "[3, -4]", f"[{1 << 63}]", f"[{1 << 80}]", "[5]"]
     (tmp_path / "a.jsonl").write_text("".join(f'{{"input_ids": {row}}}\n' for row in rows))
-    with pytest.raises(DataError, match=r"a\.jsonl:2: input_ids has -4, which is not a token id"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: -4 is not a token id"):
         read_all(open_source(tmp_path))
     source = open_source(tmp_path, skip_bad=True)
     assert [ids.tolist() for ids in read_all(source) if not isinstance(ids, str)] == [[1, 2], [5]]
@@ -309,7 +308,7 @@ def test_zstd_without_its_package_says_what_to_install(
 def test_an_array_is_read_item_by_item(
     tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overland.data.sources.json_array.READ_BYTES", 5)
+    monkeypatch.setattr("overland.data.sources.jsonl.READ_BYTES", 5)
     (tmp_path / "a.json").write_text(form)
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(form.encode()))
     (tmp_path / "c.json").write_text("[]")
@@ -337,7 +336,7 @@ def test_an_array_that_is_damaged_is_told_as_such(tmp_path: Path) -> None:
 def test_arrays_that_follow_one_another_are_all_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
 ) -> None:
-    monkeypatch.setattr("overland.data.sources.json_array.READ_BYTES", read_bytes)
+    monkeypatch.setattr("overland.data.sources.jsonl.READ_BYTES", read_bytes)
     (tmp_path / "a.json").write_text(
         '[{"text": "one"}]\n[] \ufeff[{"text": "two"},\n{"text": "three"}]\n'
     )
