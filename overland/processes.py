@@ -45,15 +45,23 @@ def is_running(owner: dict[str, Any]) -> bool:
     return _start_of(process) == owner.get("start")
 
 
+def facts_of(process: int) -> list[str]:
+    """Returns what Linux says about a process, from its state on; empty if it has ended, even if
+    its parent has not noticed yet, or on another system."""
+    try:
+        facts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [] if not facts or facts[0] in "ZX" else facts
+
+
 def _start_of(process: int) -> str | None:
     """Returns the start time, which distinguishes it from a later process with the same number; ""
-    if it has ended, even if its parent has not noticed yet; None if the system does not say."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
-        return "" if Path("/proc/self/stat").exists() else None
-    fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]
+    if it has ended; None if the system does not say."""
+    if not Path("/proc/self/stat").exists():
+        return None
+    facts = facts_of(process)
+    return facts[19] if facts else ""
 
 
 def age_of_process() -> float:
@@ -70,11 +78,7 @@ STOPPED_STATES = ("T", "t")  # by a signal, by a debugger
 
 def state_of(pid: int) -> str:
     """Returns the kernel's state, R, S, D, T, …; empty if the process no longer exists."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return "" if state in "ZX" else state
+    return "".join(facts_of(pid)[:1])
 
 
 def allow_open_files() -> None:

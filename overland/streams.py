@@ -11,7 +11,11 @@ import codecs
 import io
 import os
 import sys
-from typing import Any, TextIO, cast
+from collections.abc import Iterable
+from typing import IO, Any, TextIO, cast
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from overland.words import visible
 
@@ -54,6 +58,29 @@ class _Raw:
 def raw(stream: TextIO) -> TextIO:
     """Returns the same stream without the escapes."""
     return cast("TextIO", _Raw(stream)) if isinstance(stream, VisibleStream) else stream
+
+
+class SafeConsole(Console):
+    """The console that everything with colors or a layout is drawn on. It escapes control
+    characters in what it is given to draw, which may come from others, and takes no markup from
+    it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **options})
+
+    @property
+    def file(self) -> IO[str]:
+        return raw(cast("TextIO", super().file))  # the text in it is escaped here
+
+    @file.setter
+    def file(self, file: IO[str]) -> None:
+        self._file = file
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for one in super().render(renderable, options):
+            yield one if one.control else Segment(visible(one.text), one.style)
 
 
 def guard_streams() -> None:

@@ -63,7 +63,7 @@ def progress_bar(
         return
     from rich import progress
 
-    from overland.console import SafeConsole
+    from overland.streams import SafeConsole
 
     counts: dict[Unit, list[Any]] = {
         "things": [progress.MofNCompleteColumn(), progress.TimeRemainingColumn()],

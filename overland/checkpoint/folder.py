@@ -126,24 +126,20 @@ def lack_of_room(folder: Path, settings: Checkpoint, num_bytes: int) -> str:
     room_of_one = num_bytes * (2 if settings.type == "full" else 1)
     there = len(list_checkpoints(folder))
     more = max(0, settings.keep_latest_k - there) * num_bytes + room_of_one
-    if free >= more:
-        if folder.exists() and not _can_reserve(folder, room_of_one):
-            return (
-                f"{folder} has no room for a checkpoint of {size(room_of_one)}, although its disk "
-                f"has {size(free)} free (is there a quota?): saves will fail unless you free some "
-                f"space; the last one can go to checkpoint.fallback_folder"
-            )
-        return ""
-    has = f"{folder} has {size(free)} free"
+    lacks = ""
     if free < room_of_one:
+        lacks = f"has {size(free)} free, but a checkpoint needs {size(room_of_one)}"
+    elif free < more:
         return (
-            f"{has}, but a checkpoint needs {size(room_of_one)}: saves will fail unless you free "
-            f"some space; the last one can go to checkpoint.fallback_folder"
+            f"{folder} has {size(free)} free, but checkpoints of {size(num_bytes)} each will need "
+            f"{size(more)}: free some space, or lower checkpoint.keep_latest_k = "
+            f"{settings.keep_latest_k}"
         )
-    return (
-        f"{has}, but checkpoints of {size(num_bytes)} each will need {size(more)}: free some "
-        f"space, or lower checkpoint.keep_latest_k = {settings.keep_latest_k}"
-    )
+    elif folder.exists() and not _can_reserve(folder, room_of_one):
+        lacks = f"has no room for a checkpoint of {size(room_of_one)}, although its disk has "
+        lacks += f"{size(free)} free (is there a quota?)"
+    fallback = "the last one can go to checkpoint.fallback_folder"
+    return lacks and f"{folder} {lacks}: saves will fail unless you free some space; {fallback}"
 
 
 def _can_reserve(folder: Path, num_bytes: int) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,20 +235,43 @@ def read_marker(path: Path) -> dict[str, Any]:
 def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
     shapes = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
     require_fit(checkpoint.path, shapes, state)
-    with torch.no_grad(), ThreadPoolExecutor(NUM_THREADS, "checkpoint-read") as pool:
-        jobs = []
+    jobs: list[Callable[[], None]] = []
+    with torch.no_grad():
         for name, tensor in state.items():
             shard, start, _ = local_part(tensor)
-            for job in checkpoint.jobs(name, shard, start):
-                jobs.append(pool.submit(_on_device, shard.device, job))
-        try:
-            for done in jobs:
-                done.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+            found = checkpoint.jobs(name, shard, start)
+            jobs += [partial(_on_device, shard.device, job) for job in found]
+    in_threads(jobs, NUM_THREADS, "checkpoint-read")
     if any(shard_of(tensor).is_cuda for tensor in state.values()):
         torch.cuda.synchronize()
+
+
+def in_threads(jobs: Iterable[Callable[[], None]], num_threads: int, name: str) -> None:
+    """Runs all jobs; the first error cancels the rest. The threads are daemons, so that one that
+    hangs in a file system cannot keep the process alive."""
+    left, errors = deque(jobs), deque[BaseException]()
+
+    def work() -> None:
+        while not errors:
+            try:
+                job = left.popleft()
+            except IndexError:
+                return
+            try:
+                job()
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, name=f"{name}_{number}", daemon=True)
+        for number in range(min(num_threads, len(left)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def require_fit(

@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from overland.checkpoint.format import (
     num_blocks,
 )
 from overland.checkpoint.plan import Box, FilePlan, lay_out_files
-from overland.checkpoint.read import CheckpointReader
+from overland.checkpoint.read import CheckpointReader, in_threads
 from overland.files import Disk, Moved, ignore
 from overland.plugins import plugin
 from overland.run_folder import COMMITTED
@@ -96,34 +95,6 @@ def write_files(
         raise
     disk.sync_folder(folder)
     return written
-
-
-def in_threads(jobs: Iterable[Callable[[], None]], num_threads: int, name: str) -> None:
-    """Runs all jobs; the first error cancels the rest. The threads are daemons, so that one that
-    hangs in a file system cannot keep the process alive."""
-    left, errors = deque(jobs), deque[BaseException]()
-
-    def work() -> None:
-        while not errors:
-            try:
-                job = left.popleft()
-            except IndexError:
-                return
-            try:
-                job()
-            except BaseException as error:
-                errors.append(error)
-
-    threads = [
-        threading.Thread(target=work, name=f"{name}_{number}", daemon=True)
-        for number in range(min(num_threads, len(left)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 class _Open:

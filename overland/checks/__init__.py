@@ -63,10 +63,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (files.check_saves, ("job.dump_folder", "checkpoint")),
     (files.check_folder, ("job.dump_folder", "model", "training", "data")),
     (files.check_checkpoints, ("checkpoint.resume", "checkpoint.initial_load_path")),
-    (
-        files.check_training_data,
-        (*(f"training.{key}" for key in ("dataset", "dataset_path", *files.CHOICES)), "data"),
-    ),
+    (files.check_training_data, ("training.dataset", "training.dataset_path", "data")),
     (files.check_validation_data, ("validation", "data")),
     (machine.check_comm_backend, ("comm.backend",)),
     (machine.check_sharing, ("comm", "training.device")),

@@ -38,7 +38,7 @@ class HiddenBy(NamedTuple):
 
 def while_off(switch: str, *keys: str, why: str = "") -> HiddenBy:
     """Keys of something that is switched off."""
-    is_off = lambda config: value_of(config, switch) in (None, False, "off")
+    is_off = lambda config: config.value(switch) in (None, False, "off")
     return HiddenBy(keys, is_off, why or f"set {switch} = true", is_switch=True)
 
 
@@ -46,13 +46,8 @@ def only_with(
     other: str, *values: str, keys: tuple[str, ...], by: tuple[str, ...] = ()
 ) -> HiddenBy:
     """Keys that only some values of another key read; the last one is named."""
-    is_hidden = lambda config: value_of(config, other) not in values
+    is_hidden = lambda config: config.value(other) not in values
     return HiddenBy(keys, is_hidden, f'only {other} = "{values[-1]}" reads it', (other, *by))
-
-
-def value_of(config: JobConfig, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def inside(section: str, *names: str) -> tuple[str, ...]:
@@ -94,7 +89,7 @@ MADE = "random tokens and images that are drawn"
 RULES = [
     # The data
     HiddenBy(
-        ("training.dataset",),
+        inside("training", "dataset", "dataset_path", "column", "subset", "split"),
         lambda c: bool(c.data.sources),
         "[data.sources] list all data",
         ("data.sources",),
@@ -327,7 +322,7 @@ def _hidden(loaded: Loaded) -> Iterator[tuple[HiddenBy, str, Any]]:
     for rule in RULES:
         for name in rule.keys if rule.hidden(loaded.config) else ():
             key = all_keys()[name]
-            value = value_of(loaded.config, f"{key.section}.{key.attribute}")
+            value = loaded.config.value(f"{key.section}.{key.attribute}")
             if value is not None:  # which is how a key is unset
                 yield rule, name, value
 
@@ -338,6 +333,4 @@ def _wins(loaded: Loaded, rule: HiddenBy) -> bool:
 
 def _is_typed(loaded: Loaded, key: str) -> bool:
     """Whether a key is set on the command line, or in the settings of `overland.load_config`."""
-    path = tuple(key.split("."))
-    places = loaded.places.items()
-    return any(place == COMMAND_LINE and other[: len(path)] == path for other, place in places)
+    return COMMAND_LINE in loaded.places_of(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,11 +13,18 @@ from overland.config.changes import rule_of
 from overland.config.errors import NO_VALUE, ConfigError, Problem
 from overland.config.fields import all_keys
 from overland.config.load import Loaded, load_config, recipe_for, recipe_path
-from overland.config.schema import DataSource, Validation, ValidationSet
+from overland.config.schema import Validation, ValidationSet
+from overland.data.registry import source_names
+from overland.data.wanted import (
+    CHOICES,
+    WantedSource,
+    held_out_sources,
+    sources_of,
+    validates_on_holdout,
+)
 from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, METRICS, README, WRITTEN_BY
 from overland.words import any_of, command, control_character, nearest_name, number_of
 
-CHOICES = ("column", "subset", "split")  # keys that select a part of a dataset
 PLACES = ("model.config", "model.hf_assets_path", "checkpoint.initial_load_path")
 RECIPE = "recipe "  # what the place of a key begins with if a packaged recipe sets it
 FETCH = re.compile(r"^\s*#.*\boverland fetch (.+?) --to ([^\s`]+)", flags=re.MULTILINE)
@@ -39,9 +46,9 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
         yield _missing(loaded, "model.from", folder, way_out)
     fetch = command("overland", "fetch", "model", "NAME")
     for key in PLACES:
-        path = loaded.value(key)
+        path = loaded.config.value(key)
         if path is not None and path != folder and not _exists(path):
-            yield _missing(loaded, key, path, f"`{fetch}` fetches one")
+            yield _missing(loaded, key, path, f"`{fetch}` fetches a model")
     for name, path in config.data.datasets.items():
         if not _exists(path):
             yield _missing(loaded, f"data.datasets.{name}", path, fetch_line(name, path))
@@ -181,27 +188,15 @@ def check_folder(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_training_data(loaded: Loaded) -> Iterator[Problem]:
-    training = loaded.config.training
     sources = loaded.config.data.sources
-    for name, source in sources.items():
-        yield from _source(loaded, f"data.sources.{name}", name, source)
-    if sources:
-        for name in ("dataset_path", *CHOICES):
-            if getattr(training, name) is not None:
-                message = "conflicts with [data.sources], which list all data; remove one of them"
-                yield loaded.problem(f"training.{name}", message)
-        if not any(source.weight for source in sources.values()):
-            message = "all weights are 0, so nothing would be read"
-            yield loaded.problem("data.sources", message, NO_VALUE)
-        return
-    if training.dataset_path is None:
-        yield from _dataset(loaded, "training.dataset", training.dataset)
-    elif not _is_data(training.dataset_path) and not _may_be_random(loaded):
-        yield _missing(loaded, "training.dataset_path", training.dataset_path)
+    yield from _sources(loaded, sources_of(loaded.config))
+    if sources and not any(source.weight for source in sources.values()):
+        message = "all weights are 0, so nothing would be read"
+        yield loaded.problem("data.sources", message, NO_VALUE)
 
 
 def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
-    from overland.data.wanted import validates_on_holdout
+    from overland.data.leakage import foreign_validation
 
     validation = loaded.config.validation
     if not validation.enable:
@@ -221,20 +216,10 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(message, loaded.where("data.holdout"), kind="note")
     yield from _read_at_all(loaded, "validation", validation)
     yield from _validation_sets(loaded)
-    if validation.dataset_path is not None:
-        if not _is_data(validation.dataset_path) and not _may_be_random(loaded):
-            yield _missing(loaded, "validation.dataset_path", validation.dataset_path)
-        return
-    if validation.dataset == [] and not validation.sets:
+    yield from _sources(loaded, held_out_sources(loaded.config))
+    if validation.dataset == [] and not validation.sets and validation.dataset_path is None:
         message = "is empty; name a set to validate on, or set validation.enable = false"
         yield loaded.problem("validation.dataset", message)
-        return
-    from overland.data.leakage import foreign_validation
-    from overland.data.wanted import held_out_sources
-
-    for name in held_out_sources(loaded.config):
-        if name not in validation.sets:
-            yield from _dataset(loaded, "validation.dataset", name)
     if note := foreign_validation(loaded.config):
         yield Problem(note, loaded.where("validation.dataset"), kind="note")
 
@@ -252,7 +237,6 @@ def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
         if not name.strip() or "/" in name or control_character(name):
             message = "expected a name without /, since the metrics of the set are named after it"
             yield loaded.problem(key, message, NO_VALUE)
-        yield from _source(loaded, key, name, one)
         yield from _read_at_all(loaded, key, one)
         if one.sequences is not None and one.steps is not None:
             message = f"{key}.steps is set too: remove one of them"
@@ -266,45 +250,39 @@ def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
             yield loaded.problem(f"{key}.freq", message, one.freq, "note")
 
 
-def _source(
-    loaded: Loaded, key: str, name: str, one: DataSource | ValidationSet
-) -> Iterator[Problem]:
-    """Checks that a source or a validation set is in one place, which exists."""
-    if one.path is not None and one.dataset is not None:
-        message = "expected either a path or a named dataset, not both"
-        yield loaded.problem(f"{key}.dataset", message, one.dataset)
-    if one.path is not None and not _is_data(one.path):
-        yield _missing(loaded, f"{key}.path", one.path, subset=one.subset)
-    elif one.path is None:
-        yield from _dataset(loaded, key, one.dataset or name, f"{key}.path")
+def _sources(loaded: Loaded, wanted: Mapping[str, WantedSource]) -> Iterator[Problem]:
+    """Checks that each source is in one place, which exists."""
+    for one in wanted.values():
+        asked, is_path = one.asked, one.dataset.startswith(("~", "/"))
+        if asked.path is not None and asked.dataset is not None:
+            message = "expected either a path or a named dataset, not both"
+            yield loaded.problem(f"{one.table}.dataset", message, asked.dataset)
+        if asked.path is not None and not one.is_there:
+            yield _missing(loaded, one.path_key, asked.path, subset=asked.subset)
+        elif asked.path is None and (is_path or not one.is_there):
+            yield from _unknown_dataset(loaded, one)
 
 
-def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -> Iterator[Problem]:
-    from overland.data.registry import is_built_in, source_names
-
-    data = loaded.config.data
-    built_in = source_names()
-    if is_built_in(name) or name in data.datasets:
-        return
-    where, path_key = loaded.where(key), path_key or f"{key}_path"
-    is_path = name.startswith(("~", "/"))
-    if not is_path and _exists(f"{data.folder}/{name}"):
-        return
-    if is_path or _is_data(name):
-        yield loaded.problem(key, f"this is a path, not a name; set {path_key} to it instead", name)
-        return
-    near = nearest_name(name, [*built_in, *data.datasets], cutoff=0.8)
-    if near:
-        names = any_of([*built_in, *data.datasets, f"a folder in {data.folder}"])
+def _unknown_dataset(loaded: Loaded, wanted: WantedSource) -> Iterator[Problem]:
+    data, key, name = loaded.config.data, wanted.key, wanted.dataset
+    known = [*source_names(), *data.datasets]
+    near = nearest_name(name, known, cutoff=0.8)
+    if name in data.datasets:
+        return  # whose folder `check_paths` reports
+    if _exists(name) or _exists(name + ".idx") or name.startswith(("~", "/")):
+        message = f"this is a path, not a name; set {wanted.path_key} to it instead"
+        yield loaded.problem(key, message, name)
+    elif near:
+        names = any_of([*known, f"a folder in {data.folder}"])
         yield loaded.problem(key, f"no such dataset; expected {names}", name, nearest=f'"{near}"')
-        return
-    folder = f"{data.folder}/{name}"
-    way_out = _commented_fetch(where, folder) or fetch_line(name, folder)
-    message = (
-        f"not on this machine{NAMES_THERE.get(name, '')}; {way_out}, or set "
-        f"data.datasets.{name} or {path_key} to a folder"
-    )
-    yield Problem(message, where, key, name, kind="missing", can_be_fetched=True)
+    else:
+        where, folder = loaded.where(key), f"{data.folder}/{name}"
+        way_out = _commented_fetch(where, folder) or fetch_line(name, folder)
+        message = (
+            f"not on this machine{NAMES_THERE.get(name, '')}; {way_out}, or set "
+            f"data.datasets.{name} or {wanted.path_key} to a folder"
+        )
+        yield Problem(message, where, key, name, kind="missing", can_be_fetched=True)
 
 
 def fetch_line(name: str, path: str) -> str:
@@ -362,14 +340,5 @@ def _near_path(path: Path) -> str | None:
     return str(path.parent / near) if near else None
 
 
-def _may_be_random(loaded: Loaded) -> bool:
-    return loaded.config.images.if_missing == "random"
-
-
 def _exists(path: str) -> bool:
     return Path(path).expanduser().exists()
-
-
-def _is_data(path: str) -> bool:
-    """Returns whether the path exists, or is the prefix of a Megatron pair."""
-    return _exists(path) or _exists(path + ".idx")

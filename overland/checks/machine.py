@@ -205,7 +205,7 @@ def check_attention(loaded: Loaded) -> Iterator[Problem]:
         choose_form(
             config.model.attention,
             torch.device("cuda"),
-            getattr(torch, resolve_dtype(config.training, "cuda").mixed_precision_param),
+            getattr(torch, resolve_dtype(config, "cuda").training.mixed_precision_param),
             window,
             config.data.document_mask,
             config.parallelism.context_parallel_degree > 1,

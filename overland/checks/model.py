@@ -80,17 +80,19 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
     try:
         model_config(loaded.config.model)
     except ModelError as error:
+        message = _first_line(error)
         if model.name not in model_names():
             key = "model.name"
         elif model.config is not None:
             key = "model.from" if loaded.is_set("model.from") else "model.config"
         elif model.flavor not in flavor_names(model.name):
             key = "model.flavor"
-        else:
-            yield _override_problem(loaded, _first_line(error))
-            return
+        else:  # the override that the message names: a file and the command line may both set some
+            words = re.findall(r"\w+", message)
+            named = (f"model.overrides.{name}" for name in model.overrides if name in words)
+            key = next(filter(loaded.is_set, named), "model.overrides")
         value = model.config if key == "model.from" else None
-        yield loaded.problem(key, _first_line(error), value)
+        yield loaded.problem(key, message, value)
 
 
 def check_length(loaded: Loaded) -> Iterator[Problem]:
@@ -125,10 +127,7 @@ def _added_by_transforms(section: Model, config: Any) -> str | None:
     """Returns a parameter that the model has only because of a transform."""
     if not section.transforms:
         return None
-    try:
-        model = _transformed(section, config)
-    except ModelError:  # another check reports it
-        return None
+    model = _transformed(section, config)
     return next((name for name, _ in model.named_parameters() if added_rule(model, name)), None)
 
 
@@ -332,16 +331,12 @@ def check_narrow_base(loaded: Loaded) -> Iterator[Problem]:
 
 def check_adapter_files(loaded: Loaded) -> Iterator[Problem]:
     """Checks `lora.save_as_peft`, and `checkpoint.last_save_in_hf` with adapters."""
-    config, message = loaded.config, ""
-    if config.lora.save_as_peft:
-        if not config.lora.rank:
-            message = "there are no adapters to save; set lora.rank"
-        elif config.checkpoint.type == "local":
-            message = (
-                "checkpoint.type = local stores the parts of a tensor separately; set it to shard "
-                "or full"
-            )
-    if message:
+    config = loaded.config
+    if config.lora.save_as_peft and config.checkpoint.type == "local":
+        message = (
+            "checkpoint.type = local stores the parts of a tensor separately; set it to shard or "
+            "full"
+        )
         yield loaded.problem("lora.save_as_peft", message)
     if config.checkpoint.last_save_in_hf and config.lora.rank and config.lora.base == "nf4":
         message = (
@@ -375,29 +370,14 @@ def check_start(loaded: Loaded) -> Iterator[Problem]:
 
 def _changed(model: Model, known: Collection[str]) -> str:
     """Describes what the overrides change in the config.json, apart from `known` keys."""
-    try:
-        plain = model_config(model.model_copy(update={"overrides": {}}))
-        ours = model_config(model)
-    except (ModelError, OSError):
-        return ""
+    plain = model_config(model.model_copy(update={"overrides": {}}))
+    ours = model_config(model)
     changed = [
         f"{key} ({getattr(ours, key)}, not {getattr(plain, key)})"
         for key in model.overrides
         if getattr(ours, key, None) != getattr(plain, key, None) and key not in known
     ]
     return ", ".join(changed)
-
-
-def _override_problem(loaded: Loaded, message: str) -> Problem:
-    """Returns the problem at the override that the message names, where that was set: a file and
-    the command line may both set some."""
-    overrides = loaded.config.model.overrides
-    named = [name for name in overrides if re.search(rf"\b{re.escape(name)}\b", message)]
-    for name in named:
-        key = f"model.overrides.{name}"
-        if loaded.is_set(key):
-            return loaded.problem(key, message)
-    return loaded.problem("model.overrides", message)
 
 
 def _first_line(error: Exception) -> str:

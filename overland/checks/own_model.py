@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from overland.config.derived import Degrees, optimizer_settings, resolve_dtype
 from overland.config.schema import JobConfig
@@ -34,7 +34,7 @@ from overland.optimizers.rule import WholeMatrix
 from overland.parallel.apply import require_splittable
 from overland.words import any_of
 
-MOST_BLOCKS, MOST_MATRICES = 8, 6  # named in a sentence
+MOST_MATRICES = 6  # named in a sentence
 
 
 def require_order(architecture: Any, config: JobConfig, degrees: Degrees) -> str:
@@ -53,102 +53,72 @@ def require_order(architecture: Any, config: JobConfig, degrees: Degrees) -> str
         rows = config.parallelism.pipeline_parallel_microbatch_size
         tokens = config.training.seq_len
         first, others = Inputs(model).of(made_up_fields(architecture, rows, tokens, config))
-        seen = Seen(model)
+        called: list[str] = []
+        returned: dict[str, object] = {}
+        for name, block in blocks_of(model).items():
+            block.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+            block.register_forward_hook(
+                lambda *passed, name=name: returned.update({name: passed[2]})
+            )
         failure = ""
         try:
-            with torch.random.fork_rng(
-                devices=[]
-            ):  # so that the run's random numbers do not depend on this
+            with torch.random.fork_rng(devices=[]):  # the run's random numbers must not change
                 model(first, **others)
         except Exception as error:  # the user's code may fail in any way at all
             failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    seen.require_order(is_whole=not failure)
-    seen.require_shape(rows, tokens, structure.between(tokens))
-    if not failure or seen.has_all:  # what follows the blocks does not matter here
+    named, own = list(blocks_of(model)), type(model).__name__
+    refuse_order(own, named, called, is_whole=not failure)
+    said = structure.between(tokens)
+    expected = (rows, *said) if isinstance(said, tuple | list) else said
+    refuse_shape(own, {name: returned[name] for name in named[:-1] if name in returned}, expected)
+    if not failure or len(returned) == len(named):  # what follows the blocks does not matter here
         return ""
     return (
-        f"could not check whether {seen.model} calls its blocks in the order of structure(), nor "
-        "what passes between them: a forward pass on the meta device, where tensors have no "
-        f"values, fails with {failure}"
+        f"could not check whether {own} calls its blocks in the order of structure(), nor what "
+        "passes between them: a forward pass on the meta device, where tensors have no values, "
+        f"fails with {failure}"
     )
 
 
-class Seen:
-    """Records which blocks are called, and what they return, while a model runs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = type(model).__name__
-        self.named = list(blocks_of(model))
-        self.called: list[str] = []
-        self.returned: dict[str, object] = {}
-        for name, block in blocks_of(model).items():
-            self._watch(name, block)
-
-    def _watch(self, name: str, block: nn.Module) -> None:
-        block.register_forward_pre_hook(lambda module, args: self.called.append(name))
-        block.register_forward_hook(lambda module, args, out: self.returned.update({name: out}))
-
-    @property
-    def has_all(self) -> bool:
-        return len(self.returned) == len(self.named)
-
-    def require_order(self, is_whole: bool) -> None:
-        """Refuses another order. `is_whole`: the pass finished, so missing blocks are never
-        called."""
-        for name in self.called:
-            if (times := self.called.count(name)) > 1:
-                raise ModelError(
-                    f"the forward pass of {self.model} calls {name} {times} times, but a pipeline "
-                    "stage calls each of its blocks once; train it with pp = 1"
-                )
-        missing = [name for name in self.named if name not in self.called]
-        if missing and is_whole:
+def refuse_order(own: str, named: list[str], called: list[str], is_whole: bool) -> None:
+    """Refuses another order than that of structure(). `is_whole`: the pass finished, so missing
+    blocks are never called."""
+    for name in called:
+        if (times := called.count(name)) > 1:
             raise ModelError(
-                f"structure() of {self.model} names {in_ranges(missing, self.named)} among the "
-                "blocks, which its forward pass does not call; name only blocks that it calls, or "
+                f"the forward pass of {own} calls {name} {times} times, but a pipeline stage calls "
+                "each of its blocks once; train it with pp = 1"
+            )
+    missing = [name for name in named if name not in called]
+    if missing and is_whole:
+        raise ModelError(
+            f"structure() of {own} names {missing[0]} among the blocks, which its forward pass "
+            "does not call; name only blocks that it calls, or train it with pp = 1"
+        )
+    for number, (name, instead) in enumerate(zip(named, called, strict=False), 1):
+        if name != instead:
+            raise ModelError(
+                f"structure() of {own} names {name} as block {number}, but its forward pass calls "
+                f"{instead} there, so a pipeline would train another model; name the blocks in the "
+                "order of the forward pass"
+            )
+
+
+def refuse_shape(own: str, returned: Mapping[str, object], expected: object) -> None:
+    """Refuses a block that passes to the next, which may be on another stage, what structure() does
+    not say."""
+    for name, found in returned.items():
+        if not isinstance(found, Tensor):
+            raise ModelError(
+                f"{name} of {own} returns a {type(found).__name__}, but pipeline stages pass a "
+                "single tensor to each other; let each block return only the hidden state, or "
                 "train it with pp = 1"
             )
-        if self.called != self.named[: len(self.called)]:
+        if tuple(found.shape) != expected:
             raise ModelError(
-                f"structure() of {self.model} names its blocks in the order "
-                f"{in_ranges(self.named, self.named)}, but its forward pass calls them in the "
-                f"order {in_ranges(self.called, self.named)}, so a pipeline would train another "
-                "model; name them in the order of the forward pass"
+                f"{name} of {own} returns the shape {tuple(found.shape)}, but between() of its "
+                f"structure() says {expected}, with the rows of a micro-batch; make them agree"
             )
-
-    def require_shape(self, rows: int, tokens: int, said: object) -> None:
-        """Refuses a block that passes to the next, which may be on another stage, what structure()
-        does not say."""
-        expected = (rows, *said) if isinstance(said, tuple | list) else said
-        for name in self.named[:-1]:
-            found = self.returned.get(name)
-            if name in self.returned and not isinstance(found, Tensor):
-                raise ModelError(
-                    f"{name} of {self.model} returns a {type(found).__name__}, but pipeline stages "
-                    "pass a single tensor to each other; let each block return only the hidden "
-                    "state, or train it with pp = 1"
-                )
-            if isinstance(found, Tensor) and tuple(found.shape) != expected:
-                raise ModelError(
-                    f"{name} of {self.model} returns the shape {tuple(found.shape)}, but "
-                    f"between({tokens}) of its structure() says {said}, which is {expected} with "
-                    "the rows of a micro-batch; make them agree"
-                )
-
-
-def in_ranges(names: Sequence[str], order: Sequence[str]) -> str:
-    """Returns names of blocks, with consecutive ones of the same list abbreviated to the first and
-    last."""
-    place = {name: number for number, name in enumerate(order)}
-    runs: list[list[str]] = []
-    for name in names:
-        follows = bool(runs) and place[name] == place[runs[-1][-1]] + 1
-        if follows and name.rpartition(".")[0] == runs[-1][-1].rpartition(".")[0]:
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    words = [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
-    return ", ".join(words[:MOST_BLOCKS]) + (", …" if len(words) > MOST_BLOCKS else "")
 
 
 def made_up_fields(
@@ -191,10 +161,8 @@ def left_out(architecture: Any, config: JobConfig) -> list[str]:
     rules = rules_of(optimizer_settings(config))
     if not transforms_for(config) and not isinstance(rules[0], WholeMatrix):
         return []
-    training = resolve_dtype(config.training, "cuda")  # any will do
-    config = config.model_copy(update={"training": training})
     with torch.device("meta"):
-        model = build_undivided(architecture, config)
+        model = build_undivided(architecture, resolve_dtype(config, "cuda"))  # any will do
     notes = []
     for transform in transforms_of(model):
         if names := transform.left_out(model):

@@ -171,10 +171,8 @@ def sft_config(
     problems += [*arguments.problems, *check_switches(config, arguments.entries)]
     if problems:
         raise ConfigError(problems)
-    length = {"seq_len": seq_len} if seq_len is not None else {}
-    training = config.training.model_copy(update=length)
-    data = config.data.model_copy(update={"add_bos": bos, "add_eos": eos})
-    return config.model_copy(update={"training": training, "data": data})
+    length = {"training.seq_len": seq_len} if seq_len is not None else {}
+    return config.having({"data.add_bos": bos, "data.add_eos": eos, **length})
 
 
 def sft_lines(config: JobConfig | None) -> Iterator[str]:

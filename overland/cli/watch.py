@@ -71,8 +71,8 @@ def watch(
     from overland.apps.watch.listing import newest_run
     from overland.apps.watch.view import draw
     from overland.apps.watch.watch import Watch
-    from overland.console import SafeConsole
     from overland.errors import NoRun
+    from overland.streams import SafeConsole
 
     if not runs:
         runs = [newest_run(Path())]
@@ -114,7 +114,7 @@ def follow(watched: Watch, interval: float) -> None:
     from rich.live import Live
 
     from overland.apps.watch.view import draw, finished_words
-    from overland.console import SafeConsole
+    from overland.streams import SafeConsole
 
     console = SafeConsole()
     seen = watched.look()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -100,15 +100,16 @@ def check_expressions(
 ) -> tuple[JobConfig, list[Problem]]:
     """Returns the config without the regular expressions in `[lora]` that cannot be used, and the
     problems with these."""
-    problems, left = [], {}
+    problems: list[Problem] = []
+    left: dict[str, Any] = {}
     for key in EXPRESSIONS:
         value = getattr(config.lora, key)
         wrong = next(filter(None, map(_wrong_expression, _expressions(value))), "")
         if wrong:
             where = next((at for path, at in places.items() if path[:2] == ("lora", key)), "")
             problems.append(Problem(wrong, where, f"lora.{key}", value))
-            left[key] = Lora.model_fields[key].default
-    return config.model_copy(update={"lora": config.lora.model_copy(update=left)}), problems
+            left[f"lora.{key}"] = Lora.model_fields[key].default
+    return config.having(left), problems
 
 
 def expand_adapter(
@@ -120,15 +121,12 @@ def expand_adapter(
     if name is None:
         return config, []
     folder = Path(name)
-    if (
-        not folder.is_dir() and config.lora.rank
-    ):  # a run that has already started; `checks` reports it
-        return config, []
-    if not (folder / ADAPTER_CONFIG).is_file():
-        what = f"holds no {ADAPTER_CONFIG}" if folder.is_dir() else "no such folder"
-        message = f"{what}; expected the folder of an adapter in PEFT's format"
-        return config, [Problem(message, where, "lora.adapter", name)]
+    if not folder.is_dir() and config.lora.rank:
+        return config, []  # a run that has already started; `checks` reports it
     try:
+        if not (folder / ADAPTER_CONFIG).is_file():
+            what = f"holds no {ADAPTER_CONFIG}" if folder.is_dir() else "no such folder"
+            raise CheckpointError(f"{what}; expected the folder of an adapter in PEFT's format")
         found = settings_of(read_adapter_config(folder), folder / ADAPTER_CONFIG)
     except CheckpointError as error:
         return config, [Problem(str(error), where, "lora.adapter", name)]
@@ -139,38 +137,34 @@ def expand_adapter(
         if is_set and _comparable(ours) != _comparable(theirs):
             message = f"the adapter in {name} has {theirs!r:.200}; remove one of them"
             problems.append(Problem(message, where, f"lora.{key}", ours))
-    taken = {key: getattr(found, key) for key in KEYS.values()}
-    lora = config.lora.model_copy(update=taken)
-    return config.model_copy(update={"lora": lora}), problems
+    return config.having({f"lora.{key}": getattr(found, key) for key in KEYS.values()}), problems
 
 
 def _require_readable(contents: Mapping[str, Any], where: Path | str) -> None:
-    kind = contents.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(f"{where}: peft_type = {kind!r:.80}; only LORA is supported")
+    def refuse(name: str, why: str) -> NoReturn:
+        raise CheckpointError(f"{where}: {name!s:.80} = {contents.get(name)!r:.80}{why}")
+
+    if contents.get("peft_type") != "LORA":
+        refuse("peft_type", "; only LORA is supported")
     start = contents.get("init_lora_weights", True)
     if isinstance(start, str) and start.startswith(CHANGES_BASE):
-        raise CheckpointError(
-            f"{where}: init_lora_weights = {start!r:.80} changes the frozen weights before "
-            "training, and the file does not contain these; save it again with PEFT's "
-            "path_initial_model_for_weight_conversion, which converts it to a plain LoRA"
+        refuse(
+            "init_lora_weights",
+            " changes the frozen weights before training, and the file does not contain these; "
+            "save it again with PEFT's path_initial_model_for_weight_conversion, which converts it "
+            "to a plain LoRA",
         )
-    if (bias := contents.get("bias", "none")) != "none":
-        raise CheckpointError(
-            f"{where}: bias = {bias!r:.80}; adapters with biases are not supported"
-        )
+    if contents.get("bias", "none") != "none":
+        refuse("bias", "; adapters with biases are not supported")
     pattern = contents.get("layers_pattern")
     if pattern and contents.get("layers_to_transform") and pattern not in ("layers", ["layers"]):
-        raise CheckpointError(
-            f"{where}: layers_pattern = {pattern!r:.80}; only 'layers' is supported"
-        )
+        refuse("layers_pattern", "; only 'layers' is supported")
     checked = {"peft_type", "init_lora_weights", "bias", "layers_pattern"}
     for name, value in contents.items():
         if value and name not in {*KEYS, *NO_MATTER, *checked}:
-            raise CheckpointError(f"{where}: {name!s:.80} = {value!r:.80} is not supported")
-    base = contents.get("base_model_name_or_path")
-    if base is not None and not isinstance(base, str):
-        raise CheckpointError(f"{where}: base_model_name_or_path = {base!r:.80} is not a name")
+            refuse(name, " is not supported")
+    if not isinstance(contents.get("base_model_name_or_path"), str | None):
+        refuse("base_model_name_or_path", " is not a name")
 
 
 def _expressions(value: str | list[str] | dict[str, Any]) -> list[str]:

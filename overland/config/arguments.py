@@ -18,7 +18,6 @@ from overland.config.errors import ConfigError, Problem
 from overland.config.fields import Key, find_key, nearest_key
 from overland.config.source import Entries, Entry, KeyPath, flatten
 from overland.plugins import plugin
-from overland.words import nearest_name
 
 COMMAND_LINE = "command line"
 CONFIG_FILE = ("job", "config_file")
@@ -100,51 +99,37 @@ def parse_value(text: str, key: Key | None) -> Any:
     return value
 
 
-def environment_entries(env: Mapping[str, str]) -> tuple[Entries, list[Problem]]:
+def environment_entries(env: Mapping[str, str]) -> Entries:
     """Reads COMM_BACKEND; the other variables are not settings of a run (see below)."""
     backend = env.get("COMM_BACKEND", "")
-    if not backend:
-        return {}, []
-    key = find_key(("comm", "backend"))
-    assert key is not None
-    where = "environment COMM_BACKEND"
-    if backend not in key.choices:
-        near = nearest_name(backend, key.choices)
-        message = f"expected {key.type_words}"
-        return {}, [Problem(message, where=where, value=backend, nearest=near and f'"{near}"')]
-    return {("comm", "backend"): Entry(backend, where)}, []
+    return {("comm", "backend"): Entry(backend, "environment COMM_BACKEND")} if backend else {}
 
 
 def ngpu(env: Mapping[str, str]) -> int | None:
     """Reads NGPU, the number of processes to start on this machine; None: one per device."""
-    text = env.get("NGPU", "").strip()
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) == 0:
-        raise _bad_variable("NGPU", text, "expected a positive whole number")
-    return int(text)
+    text = _variable(env, "NGPU", r"0*[1-9]\d*", "a positive whole number")
+    return int(text) if text else None
 
 
 def log_ranks(env: Mapping[str, str]) -> list[int]:
     """Reads LOG_RANK, the ranks that print, such as 0 or 0,1; by default only rank 0."""
-    text = env.get("LOG_RANK", "").strip()
-    if not text:
-        return [0]
-    if not re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
-        raise _bad_variable("LOG_RANK", text, "expected ranks separated by commas, such as 0,1")
-    return sorted({int(part) for part in text.split(",")})
+    expected = "ranks separated by commas, such as 0,1"
+    text = _variable(env, "LOG_RANK", r"\d+(\s*,\s*\d+)*", expected)
+    return sorted({int(part) for part in (text or "0").split(",")})
 
 
 def dry_run(env: Mapping[str, str]) -> bool:
     """Reads DRY_RUN: 1 checks the config without training."""
-    text = env.get("DRY_RUN", "").strip().lower()
-    if text not in ("", "0", "1", "false", "true"):
-        raise _bad_variable("DRY_RUN", text, "expected 0 or 1")
-    return text in ("1", "true")
+    return _variable(env, "DRY_RUN", "(?i)0|1|false|true", "0 or 1").lower() in ("1", "true")
 
 
-def _bad_variable(name: str, text: str, message: str) -> ConfigError:
-    return ConfigError([Problem(message, where=f"environment {name}", value=text)])
+def _variable(env: Mapping[str, str], name: str, pattern: str, expected: str) -> str:
+    """Returns the text of a variable; empty if it is not set."""
+    text = env.get(name, "").strip()
+    if text and not re.fullmatch(pattern, text):
+        message = f"expected {expected}"
+        raise ConfigError([Problem(message, where=f"environment {name}", value=text)])
+    return text
 
 
 def _without_no(path: KeyPath) -> tuple[KeyPath, bool]:

@@ -225,8 +225,8 @@ def _same(key: str, old: Any, new: Any, objective: str = "") -> bool:
         return {old, new} == {"auto", objective}
     if key == "lora.base":  # the others only round
         return (old == "nf4") == (new == "nf4")
-    if key == "model.sparse":  # a dense run may become sparse
-        return old is None or _without(old, "refresh") == _without(new or {}, "refresh")
+    if key == "model.sparse":  # a dense run may become sparse, and masks be renewed at other steps
+        return old is None or {**old, "refresh": 1} == {**(new or {}), "refresh": 1}
     if isinstance(old, list) and isinstance(new, list) and key != "model.transforms":
         return sorted(old, key=str) == sorted(new, key=str)
     return bool(old == new)
@@ -242,7 +242,7 @@ def _model_changes(
     changed = [name for name in ARCHITECTURE if name in old and old[name] != new.get(name)]
     if saved is None or ours is None:  # a custom model: its keys are all that is known
         return [Change(f"model.{name}", old[name], new.get(name)) for name in changed]
-    before, after = json.loads(json.dumps(saved)), json.loads(json.dumps(ours))
+    before, after = json.loads(json.dumps([saved, ours]))
     names = [
         name
         for name in dict.fromkeys((*before, *after))
@@ -252,16 +252,9 @@ def _model_changes(
     others = [name for name in changed if name != "overrides"]
     if not others and any(name in given for name in names):  # the rest follows from these
         names = [name for name in names if name in given]
-    table = others[-1] if others else "config"
+    table = dict.fromkeys(given, "overrides")
+    default = others[-1] if others else "config"
     return [
-        Change(
-            f"model.{'overrides' if name in given else table}.{name}",
-            before.get(name),
-            after.get(name),
-        )
+        Change(f"model.{table.get(name, default)}.{name}", before.get(name), after.get(name))
         for name in names
     ]
-
-
-def _without(table: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in table.items() if key != name}

@@ -106,13 +106,13 @@ def rows_per_step(training: Training, dp: int) -> int:
     return training.local_batch_size * dp if size == -1 else size
 
 
-def resolve_dtype(training: Training, device_type: str) -> Training:
-    """Returns the section with `auto` resolved. On a CPU without bfloat16 instructions, bfloat16
-    was 200 times slower than float32."""
-    if training.mixed_precision_param != "auto":
-        return training
+def resolve_dtype(config: JobConfig, device_type: str) -> JobConfig:
+    """Returns the config with the data type `auto` resolved. On a CPU without bfloat16
+    instructions, bfloat16 was 200 times slower than float32."""
+    if config.training.mixed_precision_param != "auto":
+        return config
     dtype = "bfloat16" if device_type == "cuda" else "float32"
-    return training.model_copy(update={"mixed_precision_param": dtype})
+    return config.having({"training.mixed_precision_param": dtype})
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from functools import cache, cached_property
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -44,27 +44,33 @@ class Key:
     def description(self) -> str:
         return " ".join((self.field.description or "").split())
 
+    @cached_property
+    def types(self) -> list[Type]:
+        """The types that a value may have."""
+        annotation: Any = self.field.annotation
+        for bound in self.field.metadata:  # which pydantic stores separately
+            annotation = Annotated[annotation, bound]
+        return types_of(annotation)
+
     @property
     def type_words(self) -> str:
-        return in_words(self.annotation)
+        return _any_in_words(self.types)
 
     @property
     def item_words(self) -> str:
         """The type of the values in a table such as `data.datasets`, in words."""
-        return in_words(get_args(strip(self.annotation))[1])
+        return _any_in_words(self.types[0].items)
 
     @property
     def table(self) -> type[Section] | None:
         """The section class of the values in a table of tables, such as `data.sources`."""
-        kind = strip(self.annotation)
-        value = get_args(kind)[1] if get_origin(kind) is dict else None
-        return value if isinstance(value, type) and issubclass(value, Section) else None
+        one = self.types[0]
+        return one.items[0].section if one.kind is dict and one.items else None
 
     @property
     def record(self) -> type[Section] | None:
         """The section class of a table with its own keys, such as `model.sparse`."""
-        kinds = [strip(part) for part in members(self.annotation)]
-        return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+        return next((one.section for one in self.types if one.section), None)
 
     def inside(self, path: tuple[str, ...]) -> Key | None:
         """Returns a key inside one of those tables: `data.sources.c4.weight`."""
@@ -76,23 +82,60 @@ class Key:
         """Whether variables and `~` in the value are resolved."""
         table = self.table.model_fields if self.table else {}
         inner = [Key(self.dotted, name, field) for name, field in table.items()]
-        return _has_paths(self.annotation) or any(key.has_paths for key in inner)
-
-    @property
-    def annotation(self) -> Any:
-        """The annotation with its bounds, which pydantic stores separately."""
-        annotation: Any = self.field.annotation
-        for bound in self.field.metadata:
-            annotation = Annotated[annotation, bound]
-        return annotation
+        return any(one.holds_path for one in self.types) or any(key.has_paths for key in inner)
 
     @property
     def choices(self) -> list[str]:
         """The allowed words, if the key allows only certain words."""
-        return [str(word) for part in members(self.annotation) for word in literal_words(part)]
+        return [str(word) for one in self.types for word in one.all_words]
 
     def accepts(self, kind: type) -> bool:
-        return any(is_kind(part, kind) for part in members(self.annotation))
+        return any(one.kind is kind for one in self.types)
+
+
+class Type(NamedTuple):
+    """One of the types that a value may have, such as a list of positive numbers."""
+
+    kind: Any
+    """The plain type: `list`, `str` also for words, a class of sections."""
+    words: tuple[Any, ...]
+    """The allowed words, if only certain words are."""
+    marks: tuple[Any, ...]
+    """Its bounds, and whether it holds a path."""
+    items: tuple[Type, ...]
+    """The types of the items of a list, or of the values of a table."""
+
+    @property
+    def all_words(self) -> tuple[Any, ...]:
+        return self.words + sum((item.words for item in self.items if self.kind is list), ())
+
+    @property
+    def section(self) -> type[Section] | None:
+        is_section = isinstance(self.kind, type) and issubclass(self.kind, Section)
+        return self.kind if is_section else None
+
+    @property
+    def holds_path(self) -> bool:
+        return HOLDS_A_PATH in self.marks or any(item.holds_path for item in self.items)
+
+    def bound(self, name: str) -> Any:
+        found = (getattr(mark, name, None) for mark in self.marks)
+        return next((value for value in found if value is not None), None)
+
+
+def types_of(annotation: Any, marks: tuple[Any, ...] = ()) -> list[Type]:
+    """Returns the alternatives of a union; for anything else, the type itself."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        for extra in arguments[1:]:
+            marks += tuple(extra.metadata) if isinstance(extra, FieldInfo) else (extra,)
+        return types_of(arguments[0], marks)
+    if origin in (Union, types.UnionType):
+        return [one for part in arguments for one in types_of(part)]
+    if origin is Literal:
+        return [Type(str, arguments, marks, ())]
+    items = tuple(types_of(arguments[-1])) if arguments else ()
+    return [Type(origin or annotation, (), marks, items)]
 
 
 @cache
@@ -152,104 +195,48 @@ def nearest_key(dotted: str) -> str | None:
     return None if section in sections() else nearest_name(dotted, all_keys(), cutoff=0.75)
 
 
-def _has_paths(annotation: Any) -> bool:
-    if HOLDS_A_PATH in getattr(annotation, "__metadata__", ()):
-        return True
-    return any(_has_paths(part) for part in get_args(annotation))
-
-
 def in_words(annotation: Any) -> str:
     """Describes a type in plain words: `a positive whole number`, `one of "a" or "b"`."""
-    parts = [part for part in members(annotation) if strip(part) is not type(None)]
-    return " or ".join(_one_in_words(part) for part in parts)
+    return _any_in_words(types_of(annotation))
 
 
-def members(annotation: Any) -> list[Any]:
-    """Returns the alternatives of a union; for anything else, the type itself."""
-    if get_origin(annotation) is Annotated:
-        inner = members(get_args(annotation)[0])
-        if len(inner) > 1:
-            return inner
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [part for member in get_args(annotation) for part in members(member)]
-    return [annotation]
+def _any_in_words(found: Iterable[Type]) -> str:
+    return " or ".join(_one_in_words(one) for one in found if one.kind is not type(None))
 
 
-def strip(annotation: Any) -> Any:
-    while get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return annotation
-
-
-def literal_words(annotation: Any) -> list[Any]:
-    plain = strip(annotation)
-    if get_origin(plain) is list:
-        return literal_words(get_args(plain)[0])
-    return list(get_args(plain)) if get_origin(plain) is Literal else []
-
-
-def is_kind(annotation: Any, kind: type) -> bool:
-    plain = strip(annotation)
-    if kind is str and get_origin(plain) is Literal:
-        return True
-    return plain is kind or get_origin(plain) is kind
-
-
-def _one_in_words(annotation: Any) -> str:
-    plain = strip(annotation)
-    if get_origin(plain) is Literal:
-        words = [show_value(word) for word in get_args(plain)]
-        return "one of " * (len(words) > 1) + any_of(words)
-    if get_origin(plain) is list:
-        (item,) = get_args(plain)
-        if (length := _length(annotation)) is not None:
-            return f"a list of {length} ({_one_in_words(item)} each)"
-        words = literal_words(item)
-        if words:
-            return "a list of " + any_of([show_value(word) for word in words], "and")
-        if isinstance(item, type) and issubclass(item, Section):
-            return f"a list of tables with {any_of([*item.model_fields], 'and')}"
-        return "a list of texts" if strip(item) is str else f"a list ({_one_in_words(item)} each)"
-    if get_origin(plain) is dict:
-        value = get_args(plain)[1]
+def _one_in_words(one: Type) -> str:
+    if one.words:
+        return "one of " * (len(one.words) > 1) + any_of([show_value(word) for word in one.words])
+    if one.kind is list and one.items:
+        (item,) = one.items
+        each = f"({_one_in_words(item)} each)"
+        length = one.bound("min_length")
+        if length is not None and length == one.bound("max_length"):
+            return f"a list of {length} {each}"
+        if item.words:
+            return "a list of " + any_of([show_value(word) for word in item.words], "and")
+        if item.section:
+            return f"a list of tables with {any_of([*item.section.model_fields], 'and')}"
+        return "a list of texts" if item.kind is str else f"a list {each}"
+    if one.kind is dict and one.items:
         kinds = {str: "texts", Any: "values"}
-        return "a table of names and " + kinds.get(strip(value), "tables")
+        return "a table of names and " + kinds.get(one.items[0].kind, "tables")
     names = {str: "text in quotes", bool: "true or false", dict: "a table", list: "a list"}
-    if plain in names:
-        return names[plain]
-    if isinstance(plain, type) and issubclass(plain, Section):
-        return "a table"
-    return _number_in_words("whole number" if plain is int else "number", _bounds(annotation))
+    if one.kind in names:
+        return names[one.kind]
+    return "a table" if one.section else _number_in_words(one)
 
 
-def _number_in_words(noun: str, bounds: dict[str, float]) -> str:
-    low, high = bounds.get("ge"), bounds.get("le")
-    if bounds.get("gt") == 0:
+def _number_in_words(one: Type) -> str:
+    noun = "whole number" if one.kind is int else "number"
+    low, high, below = one.bound("ge"), one.bound("le"), one.bound("lt")
+    if one.bound("gt") == 0:
         return f"a positive {noun}" + (f", at most {high:,}" if high is not None else "")
     if low is not None and high is not None:
         return f"a {noun} from {low:g} to {high:g}"
-    if low is not None and "lt" in bounds:
-        return f"a {noun} from {low:g} to below {bounds['lt']:g}"
+    if low is not None and below is not None:
+        return f"a {noun} from {low:g} to below {below:g}"
     return f"a {noun}" if low is None else f"a {noun}, {low:g} or more"
-
-
-def _length(annotation: Any) -> int | None:
-    """Returns the length that a list must have, if it is fixed."""
-    bounds = _bounds(annotation, ("min_length", "max_length"))
-    least, most = bounds.get("min_length"), bounds.get("max_length")
-    return int(least) if least is not None and least == most else None
-
-
-def _bounds(annotation: Any, names: tuple[str, ...] = ("gt", "ge", "lt", "le")) -> dict[str, float]:
-    found: dict[str, float] = {}
-    while get_origin(annotation) is Annotated:
-        for extra in annotation.__metadata__:
-            for item in extra.metadata if isinstance(extra, FieldInfo) else [extra]:
-                for name in names:
-                    if getattr(item, name, None) is not None:
-                        found[name] = getattr(item, name)
-        annotation = get_args(annotation)[0]
-    return found
 
 
 def _walk() -> Iterator[Key]:

@@ -72,13 +72,15 @@ class Loaded:
     def where(self, key: str) -> str:
         """Returns where `section.key` was set (`run.toml:12`); the file alone if it has its
         default."""
-        path = tuple(key.split("."))
-        inside = [place for other, place in self.places.items() if other[: len(path)] == path]
-        return inside[0] if inside else self.source
+        return next(iter(self.places_of(key)), self.source)
 
     def is_set(self, key: str) -> bool:
+        return bool(self.places_of(key))
+
+    def places_of(self, key: str) -> list[str]:
+        """Returns where a key, or what is below it, was set."""
         path = tuple(key.split("."))
-        return any(other[: len(path)] == path for other in self.places)
+        return [place for other, place in self.places.items() if other[: len(path)] == path]
 
     def problem(
         self,
@@ -90,15 +92,8 @@ class Loaded:
     ) -> Problem:
         """Returns a problem with a key, at the place where it was set. `value`: what to show, by
         default the key's value."""
-        value = self.value(key) if value is None else value
+        value = self.config.value(key) if value is None else value
         return Problem(message, self.where(key), key, value, nearest, kind)
-
-    def value(self, key: str) -> Any:
-        """Returns the value of a key, also of one in a table."""
-        found: Any = self.config
-        for name in key.split("."):
-            found = found[name] if isinstance(found, dict) else getattr(found, name)
-        return found
 
 
 def load_config(
@@ -124,9 +119,8 @@ def load_config(
     path, shown = find_source(source, given, env)
     file = translate(read_file(path, shown), shown, above=given.entries)
     entries, notes, refused = file.entries, file.notes, file.problems
-    from_env, env_problems = environment_entries(env)
     over, over_notes, over_refused, *_ = translate(given.entries, COMMAND_LINE, below=entries)
-    entries = overlay(overlay(entries, from_env), over)
+    entries = overlay(overlay(entries, environment_entries(env)), over)
     config, problems, dropped = validate_entries(entries)
     if not refused:  # what was refused may be what enables them
         problems += check_switches(config, entries, dropped)
@@ -142,14 +136,14 @@ def load_config(
         left_out += paths.problems
         if not paths.problems:
             place = places.get(("model", "from"), shown)
-            paths.config, from_problems = expand_from(paths.config, place)
-            problems += from_problems
+            paths.config, found = expand_from(paths.config, place)
+            problems += found
             place = places.get(("lora", "adapter"), shown)
-            paths.config, adapter_problems = expand_adapter(paths.config, places, place)
-            left_out += adapter_problems
+            paths.config, found = expand_adapter(paths.config, places, place)
+            left_out += found
         if ("job", "dump_folder") not in places:
             paths.config = in_own_folder(paths.config, path)
-    problems += [*refused, *over_refused, *given.problems, *env_problems, *left_out]
+    problems += [*refused, *over_refused, *given.problems, *left_out]
     loaded = Loaded(
         config=paths.config,
         notes=notes + over_notes + sft_notes,
@@ -313,16 +307,12 @@ def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]
     parts, problem = parts_of(folder)
     if problem:
         return config, [Problem(problem, where, "model.from", config.model.from_)]
-    given = {
-        "model.config": config.model.config,
-        "model.hf_assets_path": config.model.hf_assets_path,
-        "checkpoint.initial_load_path": config.checkpoint.initial_load_path,
-    }
-    for key in ("model.config", "checkpoint.initial_load_path"):
-        if given[key] is not None and Path(given[key] or "") != Path(parts[key]):
+    given = {key: path for key in FROM if (path := config.value(key)) is not None}
+    for key, path in given.items():
+        if key != "model.hf_assets_path" and Path(path) != Path(parts[key]):
             message = f"conflicts with model.from = {config.model.from_}; remove one of them"
-            return config, [Problem(message, where, key, given[key])]
-    taken = {**parts, **{key: value for key, value in given.items() if value is not None}}
+            return config, [Problem(message, where, key, path)]
+    taken = parts | given
     if "model.hf_assets_path" not in taken and takes_tokens(Path(parts["model.config"])):
         message = "has no tokenizer; set model.hf_assets_path to the one that fits the weights"
         return config, [Problem(message, where, "model.from", config.model.from_)]
@@ -346,14 +336,11 @@ def parts_of(folder: Path) -> tuple[dict[str, str], str]:
     elif not (folder / "config.json").is_file():
         return {}, "has no config.json, which describes the architecture"
     elif not has_weights(folder):
-        return (
-            {},
-            "has no weights (*.safetensors); set model.config to use only its architecture",
-        )
+        return {}, "has no weights (*.safetensors); set model.config to use only its architecture"
     else:
         architecture, tokenizer = folder, folder
     parts = {"model.config": str(architecture), "checkpoint.initial_load_path": str(folder)}
-    if has_tokenizer(tokenizer):
+    if any((tokenizer / name).is_file() for name in TOKENIZERS):
         parts["model.hf_assets_path"] = str(tokenizer)
     return parts, ""
 
@@ -371,7 +358,3 @@ def takes_tokens(architecture: Path) -> bool:
 
 def has_weights(folder: Path) -> bool:
     return any(True for pattern in WEIGHTS for _ in folder.glob(pattern))
-
-
-def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZERS)

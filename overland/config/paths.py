@@ -77,16 +77,13 @@ def with_literal_paths(config: JobConfig) -> JobConfig:
 
 def with_paths(config: JobConfig, change: Change) -> JobConfig:
     """Returns the config with each path in it changed."""
-    update = {}
-    for name in JobConfig.model_fields:
-        section = getattr(config, name)
-        values = {
-            key.attribute: on_paths(key, getattr(section, key.attribute), change)
+    return config.having(
+        {
+            name: on_paths(key, config.value(name), change)
             for key in all_keys().values()
-            if key.section == name and key.has_paths
+            if key.has_paths and (name := f"{key.section}.{key.attribute}")
         }
-        update[name] = section.model_copy(update=values)
-    return config.model_copy(update=update)
+    )
 
 
 def on_paths(key: Key, value: Any, change: Change) -> Any:

@@ -48,32 +48,23 @@ def to_toml(
     written = written or {}
     blocks = [_comment(heading)] if heading else []
     known = all_keys()
-    replaced = {
-        other for key, other in IN_PLACE_OF.items() if _value(config, known[key]) is not None
-    }
+    replaced = {other for key, other in IN_PLACE_OF.items() if config.value(key) is not None}
     always = {*(ALWAYS if resolved else ()), *(SFT_DEFAULTS if config.sft.shape != "off" else ())}
     for section in sections():
-        keys = [key for key in known.values() if key.section == section]
-        chosen = [
-            key
-            for key in keys
-            if key.dotted not in replaced
-            and (full or _value(config, key) != key.default or key.dotted in always)
-        ]
-        plain = [key for key in chosen if not (key.table and _value(config, key))]
-        if plain:
-            lines = [
-                line
-                for key in plain
-                for line in (
-                    *_as_written(key.dotted, written),
-                    *_lines(key, _value(config, key), comments),
-                )
-            ]
-            blocks.append("\n".join([f"[{section}]", *lines]))
-        for key in chosen:
-            if key not in plain:
-                blocks += _tables(key, _value(config, key), written)
+        lines, tables = [f"[{section}]"], []
+        for key in known.values():
+            if key.section != section or key.dotted in replaced:
+                continue
+            value = getattr(getattr(config, section), key.attribute)
+            if not (full or value != key.default or key.dotted in always):
+                continue
+            if key.table and value:
+                tables += _tables(key, value, written)
+            else:
+                lines += _as_written(key.dotted, written) + _lines(key, value, comments)
+        if len(lines) > 1:
+            blocks.append("\n".join(lines))
+        blocks += tables
     return "\n\n".join(blocks) + "\n"
 
 
@@ -108,7 +99,3 @@ def _as_written(dotted: str, written: Mapping[str, str]) -> list[str]:
 def _comment(text: str) -> str:
     lines = [line for part in text.splitlines() for line in textwrap.wrap(part, 97)]
     return "\n".join(f"# {line}" for line in lines)
-
-
-def _value(config: JobConfig, key: Key) -> Any:
-    return getattr(getattr(config, key.section), key.attribute)

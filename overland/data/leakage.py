@@ -91,8 +91,7 @@ def _refuse_twice(config: JobConfig) -> None:
     if len({*listed}) < len(listed) and validation.dataset_path is None:
         name = max(listed, key=listed.count)
         raise DataError(f"validation.dataset lists {name} twice: remove one of them")
-    without_sets = validation.model_copy(update={"sets": {}})
-    others = held_out_sources(config.model_copy(update={"validation": without_sets}))
+    others = held_out_sources(config.having({"validation.sets": {}}))
     trained = sources_of(config) if validates_on_holdout(config) else {}
     for name in validation.sets:
         if name in others or name in trained:

@@ -21,6 +21,7 @@ from overland.plugins import plugin
 from overland.words import command
 
 VALIDATION = "validation"
+SECTIONS = ("training", VALIDATION)
 CHOICES = ("column", "subset", "split")
 """Keys that choose a part of a dataset, in [training], [validation] and sources."""
 
@@ -57,6 +58,27 @@ class WantedSource:
     def folder(self) -> Path | None:
         """Its path, or the path that its name stands for, if any."""
         return find_folder(self.name, self.asked, self.config.data)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it need not be fetched. A path may be the prefix of a Megatron pair."""
+        folder = self.folder
+        if folder is None:
+            return is_built_in(self.dataset)
+        return folder.exists() or folder.with_name(folder.name + ".idx").exists()
+
+    @property
+    def path_key(self) -> str:
+        """The key that may hold its path."""
+        return f"{self.table}.{'dataset_path' if self.table in SECTIONS else 'path'}"
+
+    @property
+    def key(self) -> str:
+        """The key or table that names it."""
+        if self.table not in SECTIONS:
+            return self.table
+        has_path = self.asked.path is not None or self.missing is not None
+        return self.path_key if has_path else f"{self.table}.dataset"
 
     @property
     def built(self) -> Path | None:

@@ -246,8 +246,7 @@ def with_steps(config: JobConfig, dataset: Dataset, place: Preparer) -> JobConfi
             f"the run ends during its warm-up of {warmup:,} steps, below the peak learning rate: "
             "set lr_scheduler.warmup_ratio, such as 0.03, instead of warmup_steps"
         )
-    settled = training.model_copy(update={"steps": steps})
-    return config.model_copy(update={"training": settled})
+    return config.having({"training.steps": steps})
 
 
 def num_steps(dataset: Dataset, training: Training) -> int:

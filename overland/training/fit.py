@@ -53,19 +53,18 @@ def resolve_auto(
 ) -> tuple[JobConfig, str]:
     """Returns the config with every `auto` replaced, and a line that says what was decided (empty
     if nothing was)."""
-    config = config.model_copy(update={"training": resolve_dtype(config.training, device.type)})
-    compile_, recompute = config.compile, config.activation_checkpoint
+    config = resolve_dtype(config, device.type)
     notes = []
-    if compile_.enable == "auto":
-        enable = compiles(config, device)
-        compile_ = compile_.model_copy(update={"enable": enable})
-        notes += ["blocks are compiled"] if enable else []
-    if recompute.mode == "auto":
-        mode, note = choose_recompute(config, architecture, degrees, device, bool(compile_.enable))
-        recompute = recompute.model_copy(update={"mode": mode, "selective_ac_option": "op"})
+    if config.compile.enable == "auto":
+        config = config.having({"compile.enable": compiles(config, device)})
+        notes += ["blocks are compiled"] if config.compile.enable else []
+    if config.activation_checkpoint.mode == "auto":
+        is_compiled = bool(config.compile.enable)
+        mode, note = choose_recompute(config, architecture, degrees, device, is_compiled)
+        section = "activation_checkpoint"
+        config = config.having({f"{section}.mode": mode, f"{section}.selective_ac_option": "op"})
         notes += [note] if note else []
-    update = {"compile": compile_, "activation_checkpoint": recompute}
-    return config.model_copy(update=update), "; ".join(notes)
+    return config, "; ".join(notes)
 
 
 def compiles(config: JobConfig, device: torch.device) -> bool:
@@ -193,15 +192,12 @@ def with_ways_out(
             f"{what}. Lower training.local_batch_size (set training.global_batch_size to keep the "
             f"global batch), set activation_checkpoint.mode=full, or use more devices"
         )
-    training = resolve_dtype(config.training, device.type)
-    config = config.model_copy(update={"training": training})
+    config = resolve_dtype(config, device.type)
     now = estimate(config, architecture, degrees, device)
-    rows = max(1, training.local_batch_size // 2)
-    fewer = config.model_copy(update={"training": _with(training, local_batch_size=rows)})
-    recompute = _with(config.activation_checkpoint, mode="full")
-    recomputed = config.model_copy(update={"activation_checkpoint": recompute})
-    moments = _with(config.optimizer, bf16_moments=True)
-    narrow = config.model_copy(update={"optimizer": moments})
+    rows = max(1, config.training.local_batch_size // 2)
+    fewer = config.having({"training.local_batch_size": rows})
+    recomputed = config.having({"activation_checkpoint.mode": "full"})
+    narrow = config.having({"optimizer.bf16_moments": True})
     two = replace(degrees, dp_shard=2 * degrees.dp_shard)
     ways = [
         (f"training.local_batch_size={rows} (set training.global_batch_size to keep the global "
@@ -235,7 +231,3 @@ def estimate(
         return least_recompute(architecture, config, degrees, there, compiled)[1]
     recompute = mode if mode in RECOMPUTE else "none"
     return step_memory(architecture, config, degrees, recompute, compiled)
-
-
-def _with(section: Any, **update: object) -> Any:
-    return section.model_copy(update=update)

@@ -237,9 +237,7 @@ def with_fresh_folder(
     if config.checkpoint.resume != "none":
         return config
     folder = agree(fresh_folder(config.job.dump_folder))
-    job = config.job.model_copy(update={"dump_folder": folder})
-    checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
-    return config.model_copy(update={"job": job, "checkpoint": checkpoint})
+    return config.having({"job.dump_folder": folder, "checkpoint.resume": "auto"})
 
 
 def killed_in_words(config: JobConfig, num_ranks: int, before: MemoryState) -> str:

@@ -226,8 +226,7 @@ def describe_run(run: Run, asked: JobConfig) -> None:
     config.json. `asked`: the config that the run was started with."""
     # These apply once: they must not apply again when this config resumes the run.
     once: dict[str, Any] = {"resume": "auto", "skip_optimizer": False, "allow_changes": []}
-    again = asked.checkpoint.model_copy(update=once)
-    config = asked.model_copy(update={"checkpoint": again})
+    config = asked.having({f"checkpoint.{key}": value for key, value in once.items()})
     write_config(config, run.folder.config, full=True)
     plugin("console").write_readme(run)
     if hasattr(run.model_config, "to_hf"):

@@ -225,12 +225,13 @@ def check_changes(
     about the changes that are allowed."""
     ours = None if lacks_hf_form(architecture) else architecture.to_hf()
     before, after = facts.get("config") or {}, config.model_dump(mode="json")
-    auto = config.training.model_copy(update={"objective": AUTO})
     found = refused_changes(
         before,
         after,
         (facts.get("model_config"), ours),
-        objective=objective_name(auto, architecture),
+        objective=objective_name(
+            config.having({"training.objective": AUTO}).training, architecture
+        ),
         base_is_known=bool(facts.get(LEFT_OUT)),
     )
     allowed = [*config.checkpoint.allow_changes]

@@ -32,11 +32,12 @@ CPU_RANKS = 2  # without accelerators: enough to make every run distributed
 def num_local_ranks(per_device: int = 1) -> int:
     """Returns the number of ranks: one per accelerator, or as many as share one, or a few on the
     CPU if there is none."""
-    if not may_have_accelerator():
-        return min(CPU_RANKS, os.cpu_count() or 1)
-    import torch
+    count = 0
+    if may_have_accelerator():
+        import torch
 
-    return torch.accelerator.device_count() * per_device or min(CPU_RANKS, os.cpu_count() or 1)
+        count = torch.accelerator.device_count() * per_device
+    return count or min(CPU_RANKS, os.cpu_count() or 1)
 
 
 def may_have_accelerator() -> bool:
@@ -87,9 +88,8 @@ def device_memory(device: torch.device, ranks_per_device: int = 1) -> int:
     import torch
 
     whole = int(torch.cuda.get_device_properties(device).total_memory)
-    if ranks_per_device == 1:
-        return whole
-    return max(0, whole // ranks_per_device - CONTEXT_BYTES)
+    context = CONTEXT_BYTES if ranks_per_device > 1 else 0
+    return max(0, whole // ranks_per_device - context)
 
 
 def device_identity(device: torch.device) -> str:

@@ -36,9 +36,9 @@ _key = b""  # of this world; empty in tests that only compute
 def greet(secret: bytes) -> None:
     """Raises an error unless all ranks of the world know the secret. Called by all of them."""
     global _key
-    drawn = _gathered(secrets.token_bytes(SIGNATURE_BYTES))
+    drawn = _all_of(secrets.token_bytes(SIGNATURE_BYTES))
     key = _sign(secret, b"".join(drawn))
-    proofs = _gathered(_sign(key, _name(dist.get_rank())))
+    proofs = _all_of(_sign(key, _name(dist.get_rank())))
     for rank, proof in enumerate(proofs):
         if not hmac.compare_digest(proof, _sign(key, _name(rank))):
             raise ClusterError(
@@ -68,10 +68,7 @@ def broadcast(value: T, source: int = 0, group: Group = None) -> T:
 
 def all_gather(value: T, group: Group = None) -> list[T]:
     """Returns the values of all ranks, in rank order, on every rank."""
-    mine = _padded_alike(_packed(value), group)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group)
-    return list(map(_unpacked, found))
+    return list(map(_unpacked, _gathered(_padded_alike(_packed(value), group), group)))
 
 
 def gather(value: T, group: Group = None) -> list[T]:
@@ -97,12 +94,15 @@ def scatter(values: list[T], group: Group = None) -> T:
     return found
 
 
-def _gathered(data: bytes) -> list[bytes]:
+def _all_of(data: bytes) -> list[bytes]:
     """Returns the bytes of all ranks of the world, all of one length."""
-    mine = _padded(data, len(data))
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return [one.numpy().tobytes() for one in found]
+    return [one.numpy().tobytes() for one in _gathered(_padded(data, len(data)))]
+
+
+def _gathered(mine: Tensor, group: Group = None) -> list[Tensor]:
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group)
+    return found
 
 
 def _packed(value: Any) -> bytes:

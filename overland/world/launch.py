@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -98,16 +98,17 @@ def launch_local(
                     preexec_fn=_end_with_launcher(),
                 )
             )
-    with _interrupts_go_to(ranks) as passing:
+    with _interrupts_go_to(ranks) as presses:
         failed = _wait(ranks)
         awaited = _awaited(failed, ranks, beats, log_folder) if failed is not None else ""
         _end(ranks)
     shutil.rmtree(beats, ignore_errors=True)
     printed = errors.read_text(encoding="utf-8").strip() if errors.exists() else ""
     errors.unlink(missing_ok=True)
-    if passing.interrupts > 1 or failed is not None:  # the rank that drew there may be gone
+    is_cut_short = len(presses) > 1
+    if is_cut_short or failed is not None:  # the rank that drew there may be gone
         restore_terminal()
-    if passing.interrupts > 1:
+    if is_cut_short:
         print(ENDED_AT_ONCE, file=sys.stderr)
         return INTERRUPTED
     if failed is None:
@@ -196,40 +197,34 @@ def _wait_for_all(ranks: list[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.05)
 
 
-class _interrupts_go_to:
+@contextlib.contextmanager
+def _interrupts_go_to(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[float]]:
     """Passes interrupts on to the ranks, which finish their step and save; a second Ctrl-C ends
-    them at once."""
+    them at once. Yields when Ctrl-C was pressed."""
+    presses: list[float] = []
 
-    def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
-        self.ranks = ranks
-        self.interrupts, self.since = 0, 0.0
-
-    def __enter__(self) -> _interrupts_go_to:
-        self.previous = {
-            signal.SIGINT: signal.signal(signal.SIGINT, self._interrupt),
-            **{number: signal.signal(number, self._pass_on) for number in SIGNALS[1:]},
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        restore_handlers(self.previous)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.interrupts and now - self.since < SAME_PRESS_SECONDS:
-            return
-        self.interrupts, self.since = self.interrupts + 1, now
-        if self.interrupts > 1:
-            for rank in self.ranks:
-                rank.kill()
-        else:
-            self._pass_on(number, frame)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, frame: FrameType | None) -> None:
         leave_terminal(number)
-        for rank in self.ranks:
+        for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if presses and time.monotonic() - presses[-1] < SAME_PRESS_SECONDS:
+            return
+        presses.append(time.monotonic())
+        if len(presses) == 1:
+            pass_on(number, frame)
+        else:
+            for rank in ranks:
+                rank.kill()
+
+    handlers = dict.fromkeys(SIGNALS, pass_on) | {signal.SIGINT: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield presses
+    finally:
+        restore_handlers(before)
 
 
 def _show_end_of(log: Path, rank: int, start: int, printed: str) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 
 from overland.errors import ClusterError
+from overland.processes import facts_of
 from overland.slurm import expand_counts, expand_hosts
 from overland.world import Rendezvous, World
 from overland.world.rendezvous import LOOPBACK, port_of_job, port_of_name
@@ -54,7 +56,9 @@ def from_torchrun(env: Mapping[str, str]) -> World | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     size = number(env, "WORLD_SIZE", at_least=1)
-    local_size = number(env, "LOCAL_WORLD_SIZE", _local_size(env, size), at_least=1)
+    step = from_srun(env) if "LOCAL_WORLD_SIZE" not in env else None  # scripts often leave it out
+    known = step.local_size if step is not None and step.size == size else size
+    local_size = number(env, "LOCAL_WORLD_SIZE", known, at_least=1)
     world = World(
         rank=number(env, "RANK"),
         size=size,
@@ -75,15 +79,6 @@ def from_torchrun(env: Mapping[str, str]) -> World | None:
     return world
 
 
-def _local_size(env: Mapping[str, str], size: int) -> int:
-    """Returns a default for LOCAL_WORLD_SIZE, which scripts often leave out; under srun it is
-    known."""
-    if "LOCAL_WORLD_SIZE" in env:
-        return 1
-    step = from_srun(env)
-    return step.local_size if step is not None and step.size == size else size
-
-
 def _given_rendezvous(env: Mapping[str, str], size: int) -> Rendezvous | None:
     """Returns the rendezvous from the environment; None under torchrun, which opens its own."""
     if size == 1 or "TORCHELASTIC_RUN_ID" in env:
@@ -101,14 +96,9 @@ def from_open_mpi(env: Mapping[str, str]) -> World | None:
     if "OMPI_COMM_WORLD_RANK" not in env or "OMPI_COMM_WORLD_SIZE" not in env:
         return None
     launch = first_set(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-    return _mpi_world(
-        env,
-        size=number(env, "OMPI_COMM_WORLD_SIZE", at_least=1),
-        rank=number(env, "OMPI_COMM_WORLD_RANK"),
-        local_rank=number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_size=number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", at_least=1),
-        name=f"openmpi-{env[launch]}" if launch else None,
-    )
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    place = _place(env, *(f"OMPI_COMM_WORLD_{name}" for name in names))
+    return _mpi_world(env, place, f"openmpi-{env[launch]}" if launch else None)
 
 
 def from_mpich(env: Mapping[str, str]) -> World | None:
@@ -122,14 +112,17 @@ def from_mpich(env: Mapping[str, str]) -> World | None:
         return None
     if local_rank != "MPI_LOCALRANKID" and "SLURM_STEP_ID" in env:
         return None
-    size, num_local = number(env, "PMI_SIZE", at_least=1), number(env, local_size, at_least=1)
-    return _mpi_world(
-        env,
-        size=size,
-        rank=number(env, rank),
-        local_rank=number(env, local_rank),
-        local_size=num_local,
-        name=_mpich_launch(env, size == num_local),
+    place = _place(env, rank, "PMI_SIZE", local_rank, local_size)
+    return _mpi_world(env, place, _mpich_launch(env, place.num_nodes == 1))
+
+
+def _place(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> World:
+    """Returns the place that these variables describe."""
+    return World(
+        number(env, rank),
+        number(env, size, at_least=1),
+        number(env, local_rank),
+        number(env, local_size, at_least=1),
     )
 
 
@@ -146,17 +139,10 @@ def _mpich_launch(env: Mapping[str, str], is_local: bool) -> str | None:
     return f"mpich-{env['PBS_JOBID']}" if "PBS_JOBID" in env else None
 
 
-def _mpi_world(
-    env: Mapping[str, str],
-    *,
-    size: int,
-    rank: int,
-    local_rank: int,
-    local_size: int,
-    name: str | None,
-) -> World:
-    """Returns the place of a rank, given the name of its launch. mpirun ends all ranks when one
-    fails, so it is enough if one notices that they are placed wrongly."""
+def _mpi_world(env: Mapping[str, str], place: World, name: str | None) -> World:
+    """Returns the place of a rank with a rendezvous, given the name of its launch. mpirun ends all
+    ranks when one fails, so it is enough if one notices that they are placed wrongly."""
+    size, local_size = place.size, place.local_size
     if size > 1 and name is None and not env.get("MASTER_PORT"):
         raise ClusterError(
             f"{size} ranks on several nodes, but this mpirun gives no job name to derive a port "
@@ -172,12 +158,12 @@ def _mpi_world(
             f"{local_size} ranks on this node and {size} in total: every node needs "
             "the same number; start mpirun with --npernode (Open MPI) or -ppn (MPICH, Cray)"
         )
-    if rank % local_size != local_rank:
+    if place.rank % local_size != place.local_rank:
         raise ClusterError(
-            f"rank {rank} is number {local_rank} of {local_size} on its node: "
+            f"rank {place.rank} is number {place.local_rank} of {local_size} on its node: "
             "ranks must fill one node after the other; start mpirun with --map-by slot"
         )
-    return World(rank, size, local_rank, local_size, rendezvous)
+    return replace(place, rendezvous=rendezvous)
 
 
 def _mpi_first_host(env: Mapping[str, str]) -> str:
@@ -199,11 +185,8 @@ def _mpi_first_host(env: Mapping[str, str]) -> str:
 def _proxy() -> int:
     """Returns the proxy process above a rank: each rank leads its own session, whatever scripts are
     in between."""
-    try:
-        leader = Path(f"/proc/{os.getsid(0)}/stat").read_text()
-    except OSError:
-        return os.getppid()
-    return int(leader.rpartition(")")[2].split()[1])
+    leader = facts_of(os.getsid(0))
+    return int(leader[1]) if leader else os.getppid()
 
 
 def from_srun(env: Mapping[str, str]) -> World | None:
@@ -224,7 +207,9 @@ def from_srun(env: Mapping[str, str]) -> World | None:
     if step >= FIRST_SPECIAL_STEP or size == 1 or size != number(env, "SLURM_NTASKS", size):
         return None
     here = env.get("SLURM_GTIDS", "").split(",") if env.get("SLURM_GTIDS") else None
-    counts = _tasks_per_node(env, size)
+    lists = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    advice = f"not set in a step of {size} tasks; start it with srun"
+    counts = expand_counts(_needed(env, advice, *lists))
     node = number(env, "SLURM_NODEID", 0)
     if node >= len(counts) or (here is not None and len(here) != counts[node]):
         return None  # a batch script submitted by a task: the step is its parent's
@@ -244,23 +229,17 @@ def from_srun(env: Mapping[str, str]) -> World | None:
     )
 
 
-def _tasks_per_node(env: Mapping[str, str], size: int) -> list[int]:
-    name = first_set(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    if name is None:
-        raise ClusterError(
-            "environment SLURM_STEP_TASKS_PER_NODE: not set in a step of "
-            f"{size} tasks; start it with srun"
-        )
-    return expand_counts(env[name])
-
-
 def _srun_first_host(env: Mapping[str, str]) -> str:
-    name = first_set(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-    if name is None:
-        raise ClusterError(
-            "environment SLURM_STEP_NODELIST: not set; set MASTER_ADDR to the host of rank 0"
-        )
-    return expand_hosts(env[name])[0]
+    lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    advice = "not set; set MASTER_ADDR to the host of rank 0"
+    return expand_hosts(_needed(env, advice, *lists))[0]
+
+
+def _needed(env: Mapping[str, str], advice: str, *names: str) -> str:
+    """Returns the value of the first of these variables that is set."""
+    if (name := first_set(env, *names)) is None:
+        raise ClusterError(f"environment {names[0]}: {advice}")
+    return env[name]
 
 
 def _check_srun(env: Mapping[str, str], counts: list[int], here: list[str] | None) -> None:

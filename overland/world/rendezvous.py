@@ -196,18 +196,16 @@ def _users_secret(env: Mapping[str, str]) -> str:
             f"({error}): set {SECRET} to {SHORTEST_SECRET} or more random characters, the same for "
             "all ranks"
         ) from None
+    problem, way_out = "", "delete it (it is made again)"
     if facts.st_uid != os.getuid():
-        raise ClusterError(
-            f"{path} belongs to another user (uid {facts.st_uid}, this process has "
-            f"{os.getuid()}): set XDG_CONFIG_HOME to a folder of your own, or set {SECRET}"
-        )
-    if facts.st_mode & 0o077:
-        raise ClusterError(
-            f"{path} can be read by others, so it is no secret: delete it (it is made again), or "
-            f"set {SECRET}"
-        )
-    if len(text) < SHORTEST_SECRET:
-        raise ClusterError(f"{path} holds no secret: delete it (it is made again)")
+        problem = f"belongs to another user (uid {facts.st_uid}, this process has {os.getuid()})"
+        way_out = "set XDG_CONFIG_HOME to a folder of your own"
+    elif facts.st_mode & 0o077:
+        problem = "can be read by others, so it is no secret"
+    elif len(text) < SHORTEST_SECRET:
+        problem = "holds no secret"
+    if problem:
+        raise ClusterError(f"{path} {problem}: {way_out}, or set {SECRET}")
     return text
 
 

@@ -341,7 +341,7 @@ def test_a_base_model_without_a_tokenizer_is_one_problem(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (["lora.save_as_peft=true"], "there are no adapters to save"),
+        (["lora.save_as_peft=true"], "has no effect unless lora.rank or lora.adapter is set"),
         (
             ["lora.rank=4", "lora.save_as_peft=true", "checkpoint.type=local"],
             "stores the parts of a",

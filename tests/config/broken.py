@@ -148,7 +148,7 @@ BROKEN = [
     Broken(
         "A bad environment variable",
         "[training]\nsteps = 100\n",
-        ("invalid",),
+        ("invalid comm.backend",),
         env={"COMM_BACKEND": "ncll"},
     ),
     Broken(

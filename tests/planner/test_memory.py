@@ -25,9 +25,7 @@ def job(
     }
     for section, values in sections.items():
         settings[section] = {**settings.get(section, {}), **values}
-    config = JobConfig.model_validate(settings)
-    training = resolve_dtype(config.training, "cuda")
-    config = config.model_copy(update={"training": training})
+    config = resolve_dtype(JobConfig.model_validate(settings), "cuda")
     architecture = model_config(config.model)
     assert isinstance(architecture, DecoderConfig)
     return architecture, config

@@ -130,17 +130,16 @@ def check_order(folder: Path, flavor: str) -> str:
     [
         (
             "lists in another order",
-            r"in the order late\.0 to late\.1, blocks\.0 to blocks\.2, but its forward pass calls "
-            r"them in the order blocks\.0 to blocks\.2, late\.0 to late\.1, so a pipeline would",
+            r"names late\.0 as block 1, but its forward pass calls blocks\.0 there, so a pipeline",
         ),
-        ("backwards", r"calls them in the order blocks\.4, blocks\.3, blocks\.2, blocks\.1, b"),
+        ("backwards", r"names blocks\.0 as block 1, but its forward pass calls blocks\.4 there"),
         ("leaves one out", r"names blocks\.2 among the blocks, which its forward pass does not"),
         ("calls one again", r"Described calls blocks\.0 2 times, but a pipeline stage calls"),
         ("returns two", r"blocks\.0 of Described returns a tuple, but pipeline stages pass"),
         (
             "another shape",
-            r"returns the shape \(1, 32, 16\), but between\(32\) of its structure\(\) says "
-            r"\(32, 17\), which is \(1, 32, 17\) with",
+            r"returns the shape \(1, 32, 16\), but between\(\) of its structure\(\) says "
+            r"\(1, 32, 17\), with the rows of",
         ),
     ],
 )
@@ -164,9 +163,7 @@ def test_every_rank_of_a_run_is_told_before_a_pipeline_is_cut(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     for said in ranks.run(2, refusal, job(tmp_path, "pp2", "another shape")):
-        assert said.startswith(
-            "blocks.0 of Described returns the shape (1, 32, 16), but between(32)"
-        )
+        assert said.startswith("blocks.0 of Described returns the shape (1, 32, 16), but between()")
 
 
 @pytest.mark.usefixtures("registered")

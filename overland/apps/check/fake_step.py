@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import mul
 from typing import Any
 
@@ -81,16 +81,13 @@ class FakeStep:
             + self.activation_bytes
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "total_bytes": self.total_bytes}
-
 
 def fake_steps(
     config: JobConfig, world_size: int, ranks_per_node: int = 8, device_type: str = "cuda"
 ) -> list[FakeStep]:
     """Returns a step of rank 0; with a pipeline, of the first rank of each stage. `device_type`:
     where the run will be, which decides its precision."""
-    config = config.model_copy(update={"training": resolve_dtype(config.training, device_type)})
+    config = resolve_dtype(config, device_type)
     degrees = resolve_degrees(config.parallelism, world_size, ranks_per_node)
     if degrees.pp == 1:
         return [fake_step(config, degrees, 0)]
@@ -126,12 +123,9 @@ def most_kept(step: FakeStep, combinations: Iterable[tuple[int, ...]]) -> int:
 
 def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
     started = time.perf_counter()
-    uncompiled = config.compile.model_copy(update={"enable": False})  # fakes cannot be compiled
-    kept = config.activation_checkpoint
-    if kept.mode == "auto":  # its choice depends on the device, which is not here
-        kept = kept.model_copy(update={"mode": "none"})
-    update = {"compile": uncompiled, "activation_checkpoint": kept}
-    config = config.model_copy(update=update)
+    config = config.having({"compile.enable": False})  # fakes cannot be compiled
+    if config.activation_checkpoint.mode == "auto":  # its choice depends on the device
+        config = config.having({"activation_checkpoint.mode": "none"})
     with fake_world(rank, degrees.world_size):
         mesh = build_mesh(degrees, "cpu")
         architecture = model_config(config.model)

@@ -11,15 +11,7 @@ import torch
 
 from overland.apps.check.fake_step import NOT_FOR_FAKES, fake_steps, fake_world
 from overland.apps.check.rehearsal import known_steps
-from overland.apps.console.opening import (
-    batch_in_words,
-    binary_size,
-    data_in_words,
-    layout_in_words,
-    model_in_words,
-    precision_in_words,
-    run_in_words,
-)
+from overland.apps.console.opening import binary_size, lines_of_plan, run_in_words
 from overland.apps.console.readme import strategy_in_words
 from overland.checks.own_model import left_out, require_order
 from overland.config.derived import model_name, resolve_degrees, resolve_dtype, rows_per_step
@@ -70,19 +62,11 @@ class PlannedRun:
 
     def lines(self, devices: str) -> dict[str, str]:
         """Returns the lines that `overland train` would print first, but for the last ones."""
-        config, unit = self.config, self.measure.unit
-        batch = batch_in_words(config, self.degrees, self.architecture, self.steps)
-        again = f"; accumulated over {self.passes:,} passes" if self.passes > 1 else ""
-        found = {
-            "model": model_in_words(config, self.architecture),
-            "data": data_in_words(config),
-            "batch": batch + again,
-            "devices": devices,
-            "layout": layout_in_words(self.degrees),
-            "precision": precision_in_words(config),
-        }
+        found = lines_of_plan(self.config, self.degrees, self.architecture, devices, self.steps)
+        if self.passes > 1:
+            found["batch"] += f"; accumulated over {self.passes:,} passes"
         if self.measure.flops is not None:
-            found["compute"] = f"{flop_in_words(self.measure.flops)} per {unit[:-1]}"
+            found["compute"] = f"{flop_in_words(self.measure.flops)} per {self.measure.unit[:-1]}"
             if self.causal_flops is not None:
                 causal = flop_in_words(self.causal_flops)
                 found["compute"] += f"; {causal} without the attention that the causal mask hides"
@@ -162,8 +146,7 @@ class PlannedRun:
         """Returns a note if `overland train` would refuse to start on this machine. What ranks hold
         is the mean over them, which is known from a whole model on the meta device."""
         device = torch.device(device_type(self.config.training.device))
-        training = resolve_dtype(self.config.training, device.type)
-        config = self.config.model_copy(update={"training": training})
+        config = resolve_dtype(self.config, device.type)
         plain = {
             "parallelism": Parallelism(),
             "compile": Compile(enable=False),

@@ -43,13 +43,11 @@ from overland.data.holdout import check_fewer, require_both_sides
 from overland.data.leakage import check_held_out
 from overland.data.plan import ChangedSource, Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of, training_data
-from overland.data.registry import is_built_in
 from overland.data.sampler import AnyCorpus, NoDocuments
 from overland.data.sources.image_files import is_array_list
 from overland.data.tokenizer import SMALLEST, Tokenizer
 from overland.data.tokenizer_choice import OF_TRAINING, asked_policy, one_tokenizer, tokenizer_for
 from overland.data.wanted import (
-    VALIDATION,
     WantedSource,
     held_out_sources,
     sources_of,
@@ -128,8 +126,7 @@ class Rehearsal:
     @property
     def lacks_model(self) -> bool:
         """Whether the model's config.json has yet to be fetched, which `checks` reports."""
-        path = self.config.model.config
-        return path is not None and not Path(path).expanduser().exists()
+        return is_missing(self.config.model.config)
 
     def folders(self) -> None:
         """Checks that the folders a run writes to can be created and written."""
@@ -159,16 +156,13 @@ class Rehearsal:
         self.tokenizer = Untrained(size, add_eos=config.data.add_eos is not False)
         with self.recorded("model.hf_assets_path"):
             if not self.lacks_tokenizer:
-                there = {name: one for name, one in wanted.items() if is_there(one)}
+                there = {name: one for name, one in wanted.items() if one.is_there}
                 self.given = tokenizer_for(config, there, self.vocab_size, self.preparer)
             self.tokenizer = self.given or self.tokenizer
         corpora: dict[str, Corpus] = {}
         begun: dict[str, Beginning] = {}
         for name, one in wanted.items():
-            key = one.table
-            if key == "training":
-                key = f"training.dataset{'' if one.asked.path is None else '_path'}"
-            with self.recorded(key):
+            with self.recorded(one.key):
                 found = self.look(one)
                 corpora |= {name: found} if isinstance(found, Corpus) else {}
                 begun |= {name: found} if isinstance(found, Beginning) else {}
@@ -192,7 +186,7 @@ class Rehearsal:
             if config.validation.enable:
                 check_held_out(config)
         for name, one in held_out_sources(config).items():
-            with self.recorded(main if one.table == VALIDATION else one.table):
+            with self.recorded(one.key):
                 found = self.look(one)
                 if isinstance(found, Corpus) and not isinstance(self.tokenizer, Untrained):
                     one_tokenizer(self.tokenizer, {name: found}, whose=OF_TRAINING)
@@ -203,7 +197,7 @@ class Rehearsal:
         lacks_chats = self.lacks_tokenizer and config.sft.shape != "off"
         if self.lacks_model if wanted.is_made else lacks_chats:
             return None
-        if not is_there(wanted):
+        if not wanted.is_there:
             return None
         model = None if self.lacks_model else model_config(config.model)
         if model is not None and sample_fields(model) is not None:  # before any is read
@@ -237,8 +231,7 @@ class Rehearsal:
     @property
     def lacks_tokenizer(self) -> bool:
         """Whether the model's tokenizer has yet to be fetched."""
-        path = self.config.model.hf_assets_path
-        return path is not None and not Path(path).expanduser().exists()
+        return is_missing(self.config.model.hf_assets_path)
 
     def start(self) -> None:
         """Checks that the checkpoint to resume, or the weights to start from, fit model and
@@ -276,12 +269,8 @@ class Rehearsal:
             self.problems.append(Problem(words, self.loaded.where(key), key, kind="note"))
 
 
-def is_there(wanted: WantedSource) -> bool:
-    """Whether a source need not be fetched, which `checks` reports."""
-    folder = wanted.folder
-    if folder is None:
-        return is_built_in(wanted.dataset)
-    return folder.exists() or folder.with_name(folder.name + ".idx").exists()
+def is_missing(path: str | None) -> bool:
+    return path is not None and not Path(path).expanduser().exists()
 
 
 def held_by_wanted(wanted: WantedSource) -> Arrays | None:
@@ -404,10 +393,8 @@ def try_weights(path: Path, config: JobConfig) -> None:
 def model_of(config: JobConfig) -> nn.Module:
     """Returns the whole model on the meta device. Any device will do, and attention kernels need
     theirs."""
-    training = resolve_dtype(config.training, "cuda")
-    config = config.model_copy(update={"training": training})
     with torch.device("meta"):
-        return build_undivided(model_config(config.model), config)
+        return build_undivided(model_config(config.model), resolve_dtype(config, "cuda"))
 
 
 def state_of(model: nn.Module, config: JobConfig) -> dict[str, Tensor]:

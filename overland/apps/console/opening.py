@@ -32,21 +32,28 @@ def opening(
 ) -> str:
     """Returns a table with the model, the data, the hardware and layout, and the run folder."""
     nodes = f", {world.num_nodes:,} nodes" if world.num_nodes > 1 else ""
+    devices = f"{world.size:,} × {device_name(config.training.device)}{nodes}"
     lines = {
-        "model": model_in_words(config, architecture),
-        "data": data_in_words(config),
-        "batch": batch_in_words(config, degrees, architecture),
-        "devices": f"{world.size:,} × {device_name(config.training.device)}{nodes}",
-        "layout": layout_in_words(degrees),
-        "precision": precision_in_words(config),
+        **lines_of_plan(config, degrees, architecture, devices),
         "memory": memory_in_words(config, architecture, degrees, device),
         "run": run_in_words(config, RunFolder(config)),
     }
     return in_columns(lines)
 
 
-def model_in_words(config: JobConfig, architecture: Any) -> str:
-    return f"{model_name(config)}, {parameters_in_words(config, architecture)}"
+def lines_of_plan(
+    config: JobConfig, degrees: Degrees, architecture: Any, devices: str, steps: int | None = None
+) -> dict[str, str]:
+    """Returns what is known without a device; `steps`: see `batch_in_words`."""
+    layout = strategy_in_words(degrees).rstrip(".")
+    return {
+        "model": f"{model_name(config)}, {parameters_in_words(config, architecture)}",
+        "data": data_in_words(config),
+        "batch": batch_in_words(config, degrees, architecture, steps),
+        "devices": devices,
+        "layout": layout[0].lower() + layout[1:],
+        "precision": precision_in_words(config),
+    }
 
 
 def batch_in_words(
@@ -69,11 +76,6 @@ def batch_in_words(
         total = f"{rows * measure.per_row * steps:,} {measure.unit}"
         length.append(f"{number_of(steps, 'step')} ({total})")
     return f"{batch} per step; {' = '.join(length)}"
-
-
-def layout_in_words(degrees: Degrees) -> str:
-    layout = strategy_in_words(degrees).rstrip(".")
-    return layout[0].lower() + layout[1:]
 
 
 def precision_in_words(config: JobConfig) -> str:

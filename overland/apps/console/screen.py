@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from overland.config.schema import JobConfig
-from overland.console import SafeConsole
+from overland.streams import SafeConsole
 from overland.words import clock, duration
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Phase

@@ -205,17 +205,14 @@ def sets_of_run(
             "--data"
         )
     is_asked = config.validation.enable
-    validation = config.validation.model_copy(update={"enable": True})
-    config = config.model_copy(update={"validation": validation})
+    config = config.having({"validation.enable": True})
     is_foreign = foreign_validation(config) is not None or config.sft.shape != "off"
     if not is_asked and is_foreign and "stdlib_heldout" in held_out_sources(config):
         raise DataError("this run has no validation data: give documents with --data")
     named = [EvaluationSet(name, wanted.open) for name, wanted in held_out_sources(config).items()]
     if not validates_on_holdout(config):
         return named
-    only = validation.model_copy(update={"sets": {}})
-    config = config.model_copy(update={"validation": only})
-    datasets = validation_data(config, 1, vocab_size, preparer)
+    datasets = validation_data(config.having({"validation.sets": {}}), 1, vocab_size, preparer)
     held = []
     for one in datasets:
         corpus, share = one.rows.corpora[one.name], one.plan.sources[one.name].holdout

@@ -18,7 +18,6 @@ from overland.checkpoint.folder import committed, step_of
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
-from overland.config.schema import JobConfig
 from overland.data.batch import digests, load_batch
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
@@ -117,7 +116,7 @@ def prove_data(
     if problems := list(check_custom_import(loaded)):  # a source may be custom
         raise ConfigError(problems)
     config = loaded.config
-    folder = RunFolder(config.model_copy(update={"job": _here(config, run)}))
+    folder = RunFolder(config.having({"job.dump_folder": str(run)}))  # it may have been moved
     history = read_ledger(folder.ledger)
     dataset = planned_data(config, getattr(model_config(config.model), "vocab_size", None), run)
     check_sources(dataset)
@@ -272,8 +271,3 @@ def _last_saved(folder: RunFolder) -> int:
     """Returns the last saved step; no checkpoint may be newer than the ledger."""
     saved = committed(folder.checkpoints)
     return step_of(saved[-1]) if saved else 0
-
-
-def _here(config: JobConfig, run: Path) -> Any:
-    """Returns the job section with the current folder, since a run folder may have been moved."""
-    return config.job.model_copy(update={"dump_folder": str(run)})

@@ -135,6 +135,4 @@ def _job(
 ) -> JobConfig:
     exact = {"debug": {"deterministic": device == "cuda"}}
     config = proof_job(layout, kinds, "float64", steps, folder, exact, device)
-    checkpoint = config.checkpoint.model_copy(update={"enable": save})
-    schedule = config.lr_scheduler.model_copy(update={"total_steps": STEPS})
-    return config.model_copy(update={"checkpoint": checkpoint, "lr_scheduler": schedule})
+    return config.having({"checkpoint.enable": save, "lr_scheduler.total_steps": STEPS})

@@ -262,7 +262,7 @@ class Phases:
         self._what, self._total = "", 0
         self._since = time.monotonic()
         if sys.stderr.isatty():
-            from overland.console import SafeConsole
+            from overland.streams import SafeConsole
 
             self._status = SafeConsole(stderr=True).status("preflight")
             self._status.start()

@@ -48,7 +48,7 @@ class Report:
 
     def table(self) -> str:
         """Returns a table with one row per node, and a summary."""
-        from overland.console import SafeConsole
+        from overland.streams import SafeConsole
 
         shown = self.nodes if len(self.nodes) <= FULL_TABLE else list(self.bad)
         is_terminal = sys.stdout.isatty()

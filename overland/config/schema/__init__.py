@@ -142,6 +142,13 @@ class JobConfig(BaseModel):
             self.validation = self.validation.model_copy(update={"enable": True})
         return self
 
+    def value(self, key: str) -> Any:
+        """Returns a value, by `section.attribute`, also one in a table below."""
+        found: Any = self
+        for name in key.split("."):
+            found = found[name] if isinstance(found, dict) else getattr(found, name)
+        return found
+
     def having(self, values: Mapping[str, Any]) -> JobConfig:
         """Returns a copy with these values, which are given as `section.attribute`."""
         update: dict[str, Any] = {}
