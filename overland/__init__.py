@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from overland.apps.data.loader import build_train_loader as build_train_loader
     from overland.apps.dataset import TrainingSet as TrainingSet
     from overland.apps.dataset import open_dataset as open_dataset
-    from overland.apps.evaluation.answers import generate as generate
     from overland.apps.evaluation.generate import Completion as Completion
     from overland.apps.evaluation.main import evaluate as evaluate
+    from overland.apps.evaluation.main import generate as generate
     from overland.apps.evaluation.model import OpenModel as OpenModel
     from overland.apps.evaluation.model import open_model as load_model
     from overland.config.errors import ConfigError as ConfigError
@@ -105,7 +105,7 @@ _PLACES = {
     "build_train_loader": "overland.apps.data.loader",
     "convert": "overland.apps.convert.convert",
     "evaluate": "overland.apps.evaluation.main",
-    "generate": "overland.apps.evaluation.answers",
+    "generate": "overland.apps.evaluation.main",
     "load_config": "overland.training.main",
     "load_model": "overland.apps.evaluation.model:open_model",
     "model_names": "overland.models.registry",

@@ -27,7 +27,6 @@ from overland.apps.evaluation.evaluate import (
 )
 from overland.apps.evaluation.results import Record
 from overland.apps.proofs.pool import RankPool
-from overland.config.schema import DataSource
 from overland.world import World
 from tests.evaluation.plain_perplexity import plain_losses, write_corpora
 from tests.jobs import run_job, tiny_job
@@ -115,9 +114,7 @@ def compare(
 
 def evaluate(world: World, model: Path, data: Path, asked: dict[str, Any]) -> Record:
     torch.set_num_threads(1)
-    every = EvaluationRequest(
-        path=model, choices=DataSource(), data=(str(data),), context=CONTEXT, **asked
-    )
+    every = EvaluationRequest(path=model, data=(str(data),), context=CONTEXT, **asked)
     session = open_session(every, world, torch.device("cpu"), lambda message: None)
     (one,) = sets_for(session)
     return evaluate_set(session, one, settings_of(session))

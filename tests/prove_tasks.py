@@ -24,7 +24,7 @@ from overland.apps.evaluation.evaluate import EvaluationRequest, open_session
 from overland.apps.evaluation.task_run import no_network
 from overland.apps.evaluation.tasks import AskedTasks, evaluate_tasks
 from overland.apps.proofs.pool import RankPool
-from overland.config.schema import DataSource, JobConfig
+from overland.config.schema import JobConfig
 from overland.world import World
 from tests.evaluation.task_files import KINDS, write_tasks
 from tests.evaluation.texts import CORPUS
@@ -158,7 +158,7 @@ def by_harness(
 def by_us(
     run: Path, definitions: Path, task: str, settings: dict[str, Any], output: Path
 ) -> tuple[dict[str, Any], float]:
-    asked = EvaluationRequest(run, DataSource(), output=output, context=CONTEXT)
+    asked = EvaluationRequest(run, output=output, context=CONTEXT)
     session = open_session(asked, World(), torch.device("cpu"), lambda message: None)
     wanted = AskedTasks(
         names=(task,), root=output, include_path=str(definitions), log_samples=True, bootstrap=0,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import typer
 
@@ -89,3 +91,51 @@ def is_setting(word: str) -> bool:
     """Whether a word is `section.key=value`; a path may have an equals sign, too."""
     key, equals, _ = word.partition("=")
     return bool(equals) and "/" not in key and not Path(word).exists()
+
+
+def with_options_of(
+    function: Callable[..., Any],
+    limits: Mapping[str, int | Sequence[str]],
+    without: Sequence[str] = (),
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Gives a verb the arguments of a library function as options, before its own: with their names
+    and defaults, and what the docstring says about each. `limits` has the least number or the
+    choices of some."""
+
+    def with_options(verb: Callable[..., R]) -> Callable[..., R]:
+        own = inspect.signature(verb, eval_str=True).parameters
+        texts = {one[1]: one[2] for one in ARGUMENT.finditer(inspect.getdoc(function) or "")}
+        theirs = inspect.signature(function).parameters.values()
+        found = {one.name: _option(one, texts[one.name], limits.get(one.name)) for one in theirs
+                 if one.name in texts and one.name not in without}  # fmt: skip
+        found |= {name: one for name, one in own.items() if one.kind is not one.VAR_KEYWORD}
+        parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in found.values()]
+        verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        verb.__annotations__ = {one.name: one.annotation for one in parameters}
+        return verb
+
+    return with_options
+
+
+# A line such as `    steps: Number of steps.` below `Args:`, and lines that continue it.
+ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
+
+
+def _option(
+    argument: inspect.Parameter, text: str, limit: int | Sequence[str] | None
+) -> inspect.Parameter:
+    kind, default = str(argument.annotation), argument.default
+    words: tuple[str, ...] = ()
+    taken: Any = {"int": int, "float": float, "bool": bool}.get(kind.partition(" |")[0], str)
+    if "Sequence" in kind:
+        taken, default = list[str], None
+    elif "Path" in kind:
+        taken = Path
+    elif isinstance(limit, Sequence):
+        taken = Literal.__getitem__(tuple(limit))
+    elif default is False:  # nobody needs --no-joined
+        words = (f"--{argument.name.replace('_', '-')}",)
+    least = limit if isinstance(limit, int) else None
+    option = typer.Option(*words, help=" ".join(text.split()), min=least)
+    taken = taken | None if default is None else taken
+    return argument.replace(annotation=Annotated[taken, option], default=default)

@@ -6,24 +6,31 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from overland.apps.evaluation.main import generate as generate_in_process
 from overland.apps.progress import progress_bar
-from overland.cli.common import user_errors
+from overland.cli.common import user_errors, with_options_of
 from overland.streams import raw
 
 if TYPE_CHECKING:
-    from overland.apps.evaluation.answers import Asking
+    from overland.apps.evaluation.chat import Asking
     from overland.apps.evaluation.generate import Completion, Generator
     from overland.apps.evaluation.prompts import Prompt
 
 RESET = "/reset"
 CONTEXT, TOKENS = "context is full", "number of tokens"  # why a text ended
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 @user_errors
+@with_options_of(
+    generate_in_process,
+    {"num_tokens": 1, "batch_size": 1},
+    without=["model", "prompts", "chat", "parse_specials"],
+)
 def generate(
     path: Annotated[
         Path,
@@ -45,30 +52,10 @@ def generate(
             "--chat", help="Treat prompts as questions; without prompts, start a conversation."
         ),
     ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     parse_specials: Annotated[
         bool | None,
         typer.Option(help="Names of special tokens in PROMPT stand for the tokens (default)."),
     ] = None,
-    num_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.", min=1)] = 128,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.")
-    ] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens with this total probability.")
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(help="Sample from tokens at least this likely, relative to the likeliest."),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that occurred before become less likely.")
-    ] = 1.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text at which to stop; repeatable.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     step: Annotated[
         int | None, typer.Option(help="Checkpoint of a run; default: the newest.")
     ] = None,
@@ -86,11 +73,11 @@ def generate(
         typer.Option(help="float32 (default on CPUs), bfloat16 (default on GPUs) or float16."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …")] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts per batch.", min=1)] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
+    **options: Any,
 ) -> None:
     """Continue prompts with a model, or chat with it."""
-    from overland.apps.evaluation.answers import Asking
+    from overland.apps.evaluation.chat import Asking
     from overland.apps.evaluation.model import open_model
     from overland.apps.evaluation.prompts import (
         Prompt,
@@ -101,7 +88,7 @@ def generate(
     )
     from overland.apps.evaluation.sampling import Sampling
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    sampling, system = Sampling(**{name: options[name] for name in SAMPLING}), options["system"]
     if chat and parse_specials is not None:
         raise typer.BadParameter(
             "names of special tokens in a question are text; this is for texts to continue",
@@ -123,7 +110,13 @@ def generate(
         "(--device)"
     )
     asked = Asking(
-        opened, sampling, num_tokens, stop or [], chat, system, parse_specials is not False
+        opened,
+        sampling,
+        options["num_tokens"],
+        options["stop"] or [],
+        chat,
+        system,
+        parse_specials is not False,
     )
     if not given:
         converse(asked, as_json)
@@ -133,7 +126,7 @@ def generate(
     if len(given) == 1 and sys.stdout.isatty() and not as_json:
         stream(asked, given[0])
     else:
-        answer(asked, given, batch_size, as_json)
+        answer(asked, given, options["batch_size"], as_json)
 
 
 def generator_of(asked: Asking, length: int) -> Generator:

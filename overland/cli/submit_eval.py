@@ -55,7 +55,8 @@ def submit_evaluation(
 
 def check_words(words: list[str], wanted: JobRequest) -> dict[str, Any]:
     """Returns the options that `overland eval` would parse from these words."""
-    from overland.cli.eval import check_together, evaluate
+    from overland.apps.evaluation.main import checked
+    from overland.cli.eval import evaluate
     from overland.errors import ClusterError
 
     if wanted.nodes + wanted.spares > 1:
@@ -63,10 +64,9 @@ def check_words(words: list[str], wanted: JobRequest) -> dict[str, Any]:
     app = typer.Typer(add_completion=False)
     app.command()(evaluate)
     verb = typer.main.get_command(app)
-    understood = verb.make_context("overland eval", list(words))
-    check_together(understood)
-    options: dict[str, Any] = understood.params
-    if not options["path"].expanduser().exists():
+    given = verb.make_context("overland eval", list(words)).params
+    options = checked(given)
+    if not options["path"].exists():
         raise ClusterError(f"--eval: {options['path']} does not exist")
     return options
 
@@ -79,9 +79,9 @@ def check_data(options: dict[str, Any]) -> None:
     from overland.config.schema import DataSource
     from overland.run_folder import CONFIG
 
-    run = find_run(options["path"].expanduser())[0]
+    run = find_run(options["path"])[0]
     config = None if run is None else load_config(str(run / CONFIG), env={}).config
-    sets_of(options["data"] or (), config, DataSource())
+    sets_of(options["data"], config, DataSource())
 
 
 def check_tasks(options: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def place_for(options: dict[str, Any]) -> RunPlace:
     from overland.cluster.job import RunPlace
     from overland.cluster.script import session_file
 
-    path = options["path"].expanduser().absolute()
+    path = options["path"].absolute()
     folder = (find_run(path)[0] or place_of(path, None, options["output"])).absolute()
     return RunPlace(
         run=folder,

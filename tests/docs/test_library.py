@@ -179,7 +179,7 @@ def test_evaluate_takes_what_the_command_takes(text_model: Path, tmp_path: Path)
         ({**how, "prefix": "bos"}, "`prefix` bos: "),
         ({**how, "prefix": "cls"}, "prefix = 'cls': expected auto, bos, eos or none"),
         ({"column": "body"}, "`column` has no effect without `data`"),
-        ({"tasks": "quiz", "joined": True}, "joined has no effect without data"),
+        ({"tasks": "quiz", "joined": True}, "`joined` has no effect without `data`"),
     ):
         with pytest.raises(overland.OverlandError) as error:
             overland.evaluate(text_model, **given)
@@ -189,7 +189,7 @@ def test_evaluate_takes_what_the_command_takes(text_model: Path, tmp_path: Path)
 
 def test_evaluate_has_every_option_of_the_command() -> None:
     about_devices = {"ranks", "shard", "tensor_parallel"}
-    options = inspect.signature(command_evaluate).parameters.keys() - {"words", "as_json"}
+    options = inspect.signature(command_evaluate).parameters.keys() - {"as_json"}
     arguments = inspect.signature(overland.evaluate).parameters.keys() - {"quiet"}
     assert options - about_devices == arguments
 
@@ -261,11 +261,11 @@ def of_quickstart(key: str, value: object) -> overland.JobConfig:
         (lambda: overland.evaluate("x", limit=-1), "limit = -1: expected an integer of 1 or more"),
         (lambda: overland.evaluate("x", data={"a": "b"}), "data = {'a': 'b'}: expected a path or"),
         (lambda: overland.evaluate("x", limt=4), "no argument 'limt'; did you mean 'limit'?"),
-        (lambda: overland.evaluate("x", num_fewshot=4), "num_fewshot has no effect without tasks"),
-        (lambda: overland.evaluate("x", datasets="y"), "datasets has no effect without tasks"),
+        (lambda: overland.evaluate("x", num_fewshot=4), "`num_fewshot` has no effect without"),
+        (lambda: overland.evaluate("x", datasets="y"), "`datasets` has no effect without `tasks`"),
         (lambda: overland.evaluate("x", joined="no"), "joined = 'no': expected True or False"),
         (lambda: overland.evaluate("x", column=3), "column = 3: expected a text"),
-        (lambda: overland.evaluate("x", step=1, steps="all"), "step and steps are given"),
+        (lambda: overland.evaluate("x", step=1, steps="all"), "either `step` or `steps`, not both"),
         (lambda: overland.generate("x", "a", chat="no"), "chat = 'no': expected True or False"),
         (lambda: overland.generate("x", "a", system="b"), "system has no effect without chat"),
         (lambda: overland.train("x", steps=3), "train has no argument 'steps'"),

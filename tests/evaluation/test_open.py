@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from overland.apps.convert import convert
 from overland.apps.convert.formats import Options
-from overland.apps.evaluation.answers import generate
+from overland.apps.evaluation.main import generate
 from overland.apps.evaluation.model import open_model
 from overland.config.schema import Model
 from overland.errors import CheckpointError, DataError, ModelError

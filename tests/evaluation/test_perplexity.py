@@ -31,7 +31,6 @@ from overland.apps.evaluation.perplexity import Done, Sums, total
 from overland.apps.evaluation.results import Record
 from overland.apps.evaluation.windows import WindowRow, batches, padded, row_of, spans
 from overland.apps.proofs.pool import RankPool
-from overland.config.schema import DataSource
 from overland.data.batch import IGNORED
 from overland.data.tokenizer import Tokenizer
 from overland.world import World
@@ -55,7 +54,7 @@ def evaluate(world: World, path: Path, data: Path, said: list[str] | None = None
     """One set, as the command does it."""
     heard = [] if said is None else said
     session = open_session(
-        EvaluationRequest(path=path, choices=DataSource(), data=(str(data),), **asked),
+        EvaluationRequest(path=path, data=(str(data),), **asked),
         world,
         torch.device("cpu"),
         heard.append,

@@ -31,7 +31,6 @@ from overland.apps.evaluation.task_run import (
 )
 from overland.apps.evaluation.tasks import AskedTasks, crew_of, evaluate_tasks
 from overland.apps.proofs.pool import RankPool, clean_processes
-from overland.config.schema import DataSource
 from overland.data.tokenizer import Tokenizer
 from overland.errors import ClusterError, DataError, ModelError, OverlandError
 from overland.world import World
@@ -238,7 +237,7 @@ def evaluated(
     said: list[str] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    asked = EvaluationRequest(model, DataSource(), output=output, batch_size=batch_size)
+    asked = EvaluationRequest(model, output=output, batch_size=batch_size)
     report = said.append if said is not None else lambda message: None
     session = open_session(asked, world, torch.device("cpu"), report)
     wanted = AskedTasks(
@@ -306,7 +305,7 @@ PAIRS: list[Pair] = [([i % 8, 2, 3], [i, i + 1, 5][: 1 + i % 3]) for i in range(
 def scores_on_rank(
     world: World, model: Path, output: Path, layout: dict[str, Any]
 ) -> list[TextScore] | None:
-    asked = EvaluationRequest(model, DataSource(), output=output, batch_size=3, **layout)
+    asked = EvaluationRequest(model, output=output, batch_size=3, **layout)
     session = open_session(asked, world, torch.device("cpu"), lambda message: None)
     settings = TaskSettings(tasks=("some",), context=16, dtype="float32")
     kept = Kept(output, "tasks", "some", layout, lambda message: None)
@@ -506,7 +505,7 @@ def test_a_place_that_cannot_be_written_to_is_told_and_the_result_is_there(
 ) -> None:
     (tmp_path / "out").write_text("a file where a folder should be")
     said: list[str] = []
-    asked = EvaluationRequest(model, DataSource(), output=tmp_path / "out", limit=2)
+    asked = EvaluationRequest(model, output=tmp_path / "out", limit=2)
     session = open_session(asked, World(), torch.device("cpu"), said.append)
     wanted = AskedTasks(names=("own_schema",), root=tmp_path, include_path=str(definitions))
     record = evaluate_tasks(session, wanted)

@@ -1,4 +1,5 @@
-"""A conversation with a model, using the chat template of its tokenizer."""
+"""Prompts a model: continued texts, answers to questions, and conversations, which use the chat
+template of its tokenizer."""
 
 from __future__ import annotations
 
@@ -8,12 +9,17 @@ from typing import Any
 
 from overland.apps.evaluation.generate import Completion, Generator
 from overland.apps.evaluation.model import OpenModel
+from overland.apps.evaluation.prompts import Prompt, encode_prompt
 from overland.apps.evaluation.sampling import Sampling
 from overland.config.schema import JobConfig
 from overland.data.chat import ASSISTANT, Message
 from overland.data.learned_tokens import NoTemplate, joined
 from overland.data.sft import end_of_turn, templates_of
 from overland.errors import DataError
+
+AT_ONCE = 64  # batches whose prompts are sorted by length together
+
+Done = Callable[[int], None]
 
 
 def turns_of(question: str, system: str | None = None) -> list[Message]:
@@ -43,6 +49,55 @@ def ends_of(opened: OpenModel) -> tuple[int, ...]:
     """Returns the tokens that end an answer."""
     end = end_of_turn(opened.config or JobConfig(), opened.tokenizer)
     return opened.end_ids if end is None else tuple(dict.fromkeys([*opened.end_ids, end]))
+
+
+class Asking:
+    """A model with the settings used to prompt it."""
+
+    def __init__(
+        self, opened: OpenModel, sampling: Sampling, num_tokens: int, stop: Sequence[str],
+        chat: bool, system: str | None, parse_specials: bool = True,
+    ) -> None:  # fmt: skip
+        self.opened, self.sampling, self.num_tokens = opened, sampling, num_tokens
+        self.stop, self.chat, self.system = stop, chat, system
+        self.parse_specials = parse_specials
+
+    def answers(
+        self, prompts: Sequence[Prompt], batch_size: int, done: Done = lambda count: None,
+        made: Callable[[Generator], None] = lambda generator: None,
+    ) -> Iterator[Completion]:  # fmt: skip
+        """Yields a completion for each prompt, in order. `done` is called with the number of newly
+        completed prompts, `made` with the generator."""
+        if not prompts:
+            return
+        ids = [self.encoded(prompt) for prompt in prompts]
+        length = max(map(len, ids)) + self.num_tokens
+        generator = Generator(self.opened, batch_size=min(batch_size, len(ids)), length=length)
+        try:
+            made(generator)
+            generator.check(ids)
+            at_once = AT_ONCE * generator.batch_size
+            for first in range(0, len(ids), at_once):
+                yield from generator.generate(
+                    ids[first : first + at_once], max_new_tokens=self.num_tokens,
+                    sampling=self.sampling, end_ids=self.end_ids(prompts), stop=self.stop,
+                    first=first, done=done,
+                )  # fmt: skip
+        finally:
+            generator.close()
+
+    def encoded(self, prompt: Prompt) -> list[int]:
+        if not self.chat and not prompt.messages:
+            return encode_prompt(self.opened.tokenizer, prompt.text, self.parse_specials)
+        if not prompt.messages:
+            return prompt_of(self.opened, turns_of(prompt.text, self.system))
+        has_system = self.system is None or prompt.messages[0]["role"] == "system"
+        first = [] if has_system else turns_of("", self.system)[:1]
+        return prompt_of(self.opened, [*first, *prompt.messages], prompt.tools)
+
+    def end_ids(self, prompts: Sequence[Prompt]) -> tuple[int, ...]:
+        is_chat = self.chat or any(prompt.messages for prompt in prompts)
+        return ends_of(self.opened) if is_chat else self.opened.end_ids
 
 
 @dataclass

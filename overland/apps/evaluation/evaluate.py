@@ -1,11 +1,11 @@
-"""Runs one evaluation as requested on the command line, on every rank: opens the model, evaluates
-one dataset after another, and saves the results."""
+"""Runs one evaluation, on every rank: opens the model, evaluates one dataset after another, and
+saves the results."""
 
 from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -71,12 +71,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Options from the command line."""
+    """What is asked for, by the names of the arguments of `overland.evaluate`."""
 
     path: Path
-    choices: DataSource
-    """Column, subset and split of the data."""
-    data: tuple[str, ...] = ()
+    column: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    data: Sequence[str] = ()
     skip_bad: bool = False
     context: int | None = None
     stride: int | None = None
@@ -136,11 +137,12 @@ def sets_for(session: EvaluationSession) -> list[EvaluationSet]:
     """Returns the datasets that were requested, or those that a run validates on."""
     asked, config = session.asked, session.found.config
     if asked.data:
-        return sets_of(asked.data, config, asked.choices, asked.skip_bad)
-    given = asked.choices.model_dump(include={"column", "subset", "split"})
-    for name, value in {**given, "skip-bad": asked.skip_bad}.items():
-        if value:
-            raise DataError(f"--{name} has no effect without --data: a run's sets have their own")
+        choices = DataSource(column=asked.column, subset=asked.subset, split=asked.split)
+        return sets_of(asked.data, config, choices, asked.skip_bad)
+    for name in ("column", "subset", "split", "skip_bad"):
+        if getattr(asked, name):
+            option = name.replace("_", "-")
+            raise DataError(f"--{option} has no effect without --data: a run's sets have their own")
     if config is None:
         raise DataError(
             f"--data is required: {asked.path} does not belong to a run with validation data"

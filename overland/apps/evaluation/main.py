@@ -1,39 +1,52 @@
-"""Runs evaluations, in this process or as one rank of several."""
+"""The way in, for programs: `overland.evaluate` and `overland.generate`. Their arguments are also
+the options of `overland eval` and `overland generate`.
+
+Imports nothing heavy: a command checks its options before it starts ranks or loads a model.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from overland.apps.convert.formats.files import given_dtype
-from overland.apps.evaluation.evaluate import (
-    EvaluationRequest,
-    evaluate_set,
-    open_session,
-    sets_for,
-    settings_of,
-    wait_long,
+from overland.arguments import (
+    integer,
+    integer_or_none,
+    number,
+    path_of,
+    path_or_none,
+    refused,
+    texts,
 )
-from overland.apps.evaluation.model import steps_of
-from overland.apps.evaluation.results import Record, Report
-from overland.arguments import integer_or_none, path_of, path_or_none, refused, texts
-from overland.config.schema import Comm, DataSource
 from overland.errors import ArgumentError
-from overland.parallel.comm import process_group
 from overland.words import any_of, visible
 from overland.world import World
-from overland.world.devices import device_type
 
 if TYPE_CHECKING:
+    import torch
+
+    from overland.apps.evaluation.evaluate import EvaluationRequest
+    from overland.apps.evaluation.generate import Completion
+    from overland.apps.evaluation.model import OpenModel
+    from overland.apps.evaluation.results import Record, Report
     from overland.apps.evaluation.tasks import AskedTasks
 
-PREFIXES = ("auto", "bos", "eos", "none")
+LIMITS: dict[str, int | tuple[str, ...]] = {
+    "step": 0, "context": 2, "stride": 1, "limit": 1, "batch_size": 1, "num_fewshot": 0,
+    "prefix": ("auto", "bos", "eos", "none"), "dtype": ("float32", "bfloat16", "float16"),
+}  # fmt: skip
+"""The least number, or the choices."""
+PATHS = ("base", "tokenizer", "config", "output", "include_path", "datasets")
+FOR_DATA = ("stride", "joined", "prefix", "column", "subset", "split", "skip_bad")
+FOR_TASKS = (
+    "num_fewshot", "apply_chat_template", "chat_template", "fewshot_as_multiturn", "system",
+    "gen_kwargs", "add_bos", "log_samples", "include_path", "datasets", "unsafe_code",
+)  # fmt: skip
 
 
 def evaluate(
@@ -72,132 +85,97 @@ def evaluate(
     datasets: str | Path | None = None,
     unsafe_code: bool = False,
 ) -> list[Record]:
-    """Measures perplexity and task scores, as `overland eval` does, in this process.
+    """Measures perplexity and task scores, as `overland eval` does, in this process. Without data
+    and tasks, a run is evaluated on its own validation data.
 
     Args:
         path: A run, a checkpoint of any format, or a Hugging Face folder.
-        data: PATH, NAME or NAME=PATH to measure perplexity on. Without data and tasks, a run is
-            evaluated on its validation data.
-        tasks: Tasks of lm-evaluation-harness; `overland fetch tasks` fetches their datasets.
-        step: The checkpoint of a run; default: the newest.
-        steps: Several checkpoints of a run: `all`, or such as `1000,2000`.
+        data: PATH, NAME or NAME=PATH to measure perplexity on; several are allowed.
+        tasks: Tasks of lm-evaluation-harness: `a,b` or @LIST; several are allowed. `overland
+            fetch tasks` fetches their datasets.
+        step: Checkpoint of a run; default: the newest.
+        steps: Checkpoints of a run to compare: all, or such as 1000,2000.
         context: Tokens per window; default: as in training, at most 4096.
-        stride: Tokens between windows; default: half of the context.
-        joined: Whether to join all documents into one text.
-        prefix: What a document's first token is predicted from: bos, eos, none or auto.
+        stride: Tokens between window starts; default: half of the context.
+        joined: Join all documents into one text, as is usual for C4.
+        prefix: Token that a document's first token is predicted from.
         limit: Evaluate only this many documents.
-        column: Column of `data` that holds the documents.
+        column: Column of the data that holds the documents.
         subset: Subset of a dataset folder.
         split: Split of a dataset folder; default: validation or test.
-        skip_bad: Whether to skip and count documents that cannot be read.
+        skip_bad: Skip and count documents that cannot be read.
         batch_size: Number of windows processed together.
-        dtype: float32, bfloat16 or float16; default: float32 on a CPU, bfloat16 on a GPU.
+        dtype: Type of the computation; default: float32 on a CPU, bfloat16 on a GPU.
         base: Base model of adapters, if they do not name it.
         tokenizer: A tokenizer, if the path has none.
         config: A config.json, if the path has none.
         output: Folder for results; default: next to the checkpoint.
-        again: Whether to recompute saved results.
-        quiet: Whether to suppress messages about saved results and progress.
-        num_fewshot: For tasks, as all that follow: examples before each question.
-        apply_chat_template: Whether to format prompts as conversations.
+        again: Recompute results that already exist.
+        quiet: Suppress messages about saved results and progress.
+        num_fewshot: Examples before each question of a task; default: the task's.
+        apply_chat_template: Format prompts of tasks as conversations.
         chat_template: Name of the template, if there are several.
-        fewshot_as_multiturn: Whether examples are turns of the conversation.
-        system: The system message.
-        gen_kwargs: Settings of generation, such as `max_gen_toks=64`.
-        add_bos: Whether prompts begin with BOS; default: as the tokenizer does.
-        log_samples: Whether to save every prompt and answer.
-        include_path: Folder of task definitions.
-        datasets: Folder that the datasets were fetched to.
-        unsafe_code: Whether tasks may run programs that the model writes.
+        fewshot_as_multiturn: Format few-shot examples as turns of the conversation.
+        system: System message for tasks.
+        gen_kwargs: Generation settings for tasks, such as max_gen_toks=64.
+        add_bos: Begin prompts of tasks with BOS; default: as the tokenizer does.
+        log_samples: Save every prompt and answer of the tasks.
+        include_path: Folder with your own task definitions.
+        datasets: Folder that the tasks' datasets were fetched to.
+        unsafe_code: Let tasks run programs that the model writes.
 
     Returns:
         A record per dataset or group of tasks, as `overland eval --json` prints them.
     """
-    if prefix not in PREFIXES:
-        raise refused("prefix", prefix, any_of(PREFIXES))
-    for_data = {"stride": stride, "joined": joined, "prefix": prefix != "auto", "column": column,
-                "subset": subset, "split": split, "skip_bad": skip_bad}  # fmt: skip
-    for_tasks = {"num_fewshot": num_fewshot is not None, "apply_chat_template": apply_chat_template,
-                 "chat_template": chat_template, "fewshot_as_multiturn": not fewshot_as_multiturn,
-                 "system": system, "gen_kwargs": gen_kwargs, "add_bos": add_bos is not None,
-                 "log_samples": log_samples, "include_path": include_path, "datasets": datasets,
-                 "unsafe_code": unsafe_code}  # fmt: skip
-    tasks = texts(tasks, "tasks")
-    unread, needed = ({} if data else for_data, "data") if tasks else (for_tasks, "tasks")
-    for name, value in unread.items():
-        if value:
-            raise ArgumentError(f"{name} has no effect without {needed}: give both")
-    if step is not None and steps is not None:
-        raise ArgumentError("step and steps are given: omit one of them")
-    asked = EvaluationRequest(
-        path=path_of(path, "path"),
-        choices=DataSource(column=column, subset=subset, split=split),
-        skip_bad=skip_bad,
-        joined=joined,
-        prefix=prefix,
-        base=path_or_none(base, "base"),
-        config=path_or_none(config, "config"),
-        data=tuple(texts(data, "data", "a path or a list of paths", or_paths=True)),
-        context=integer_or_none(context, "context", least=2),
-        stride=integer_or_none(stride, "stride", least=1),
-        limit=integer_or_none(limit, "limit", least=1),
-        batch_size=integer_or_none(batch_size, "batch_size", least=1),
-        dtype=given_dtype(dtype),
-        tokenizer=path_or_none(tokenizer, "tokenizer"),
-        step=integer_or_none(step, "step", least=0),
-        output=path_or_none(output, "output"),
-        again=again,
-    )
-    include = path_or_none(include_path, "include_path")
-    wanted = asked_tasks(
-        tasks,
-        path_or_none(datasets, "datasets"),
-        num_fewshot=integer_or_none(num_fewshot, "num_fewshot", least=0),
-        chat_template=chat_template or ("default" if apply_chat_template else None),
-        multiturn=fewshot_as_multiturn,
-        system=system,
-        gen_kwargs=gen_kwargs,
-        add_bos=add_bos,
-        log_samples=log_samples,
-        unsafe_code=unsafe_code,
-        include_path=None if include is None else str(include.absolute()),
-    )
-    return evaluate_here(asked, wanted, steps, World(), quiet)
+    return evaluate_here(checked(locals()), World(), quiet)
 
 
-def asked_tasks(tasks: Sequence[str], datasets: Path | None, **settings: Any) -> AskedTasks | None:
-    """Returns the requested tasks, or None if there are none. Network access is disabled before
-    libraries that could open connections are imported."""
-    if not tasks:
-        return None
-    from overland.apps.evaluation.task_data import task_names, tasks_root
-    from overland.apps.evaluation.task_run import no_network
-    from overland.plugins import need
+def checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `evaluate` (and those of the command alone, as they are), or raises
+    an error for one that is not valid, contradicts another or would have no effect."""
+    found = {**given, "path": path_of(given["path"], "path")}
+    found["data"] = texts(given["data"] or (), "data", "a path or a list of paths", or_paths=True)
+    found["tasks"] = texts(given["tasks"] or (), "tasks")
+    found |= {name: path_or_none(given[name], name) for name in PATHS}
+    for name, limit in LIMITS.items():
+        if isinstance(limit, int):
+            found[name] = integer_or_none(given[name], name, limit)
+    if given["prefix"] not in LIMITS["prefix"]:  # type: ignore[operator]
+        raise refused("prefix", given["prefix"], any_of(LIMITS["prefix"]))  # type: ignore[arg-type]
+    if given["step"] is not None and given["steps"] is not None:
+        raise ArgumentError("give either --step or --steps, not both")
+    unread, needed = (FOR_DATA, "data") if found["tasks"] else (FOR_TASKS, "tasks")
+    usual = inspect.signature(evaluate).parameters
+    for name in () if found[needed] else unread:
+        if found[name] != usual[name].default:
+            option = name.replace("_", "-")
+            raise ArgumentError(f"--{option} has no effect without --{needed}: give both")
+    return found
 
-    no_network()
-    need("lm_eval", "--tasks", "eval")
-    from overland.apps.evaluation.tasks import AskedTasks
 
-    root = tasks_root() if datasets is None else datasets.expanduser()
-    return AskedTasks(names=task_names(list(tasks)), root=root, **settings)
+def evaluate_here(given: Mapping[str, Any], world: World, quiet: bool = False) -> list[Record]:
+    """Evaluates with checked arguments, in this process or as one rank of several; the first rank's
+    results are complete."""
+    import torch
 
-
-def evaluate_here(
-    asked: EvaluationRequest,
-    tasks: AskedTasks | None,
-    steps: str | None,
-    world: World,
-    quiet: bool = False,
-) -> list[Record]:
-    """Evaluates on this rank; the first rank's results are complete."""
+    from overland.apps.convert.formats.files import given_dtype
+    from overland.apps.evaluation.evaluate import EvaluationRequest, wait_long
+    from overland.apps.evaluation.model import steps_of
+    from overland.config.schema import Comm
+    from overland.parallel.comm import process_group
+    from overland.world.devices import device_type
 
     def report(message: str) -> None:
         if world.is_first and not quiet:
             print(visible(message), file=sys.stderr, flush=True)
 
+    names = {one.name for one in fields(EvaluationRequest)}
+    asked = EvaluationRequest(**{name: one for name, one in given.items() if name in names})
+    asked = replace(asked, dtype=given_dtype(asked.dtype))
+    tasks = asked_tasks(given)
     some = [asked]
-    if steps is not None:
-        some = [replace(asked, step=step) for step in steps_of(asked.path, steps)]
+    if given["steps"] is not None:
+        some = [replace(asked, step=step) for step in steps_of(asked.path, given["steps"])]
     if world.size == 1:
         device = torch.device(device_type())
         return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]
@@ -209,6 +187,31 @@ def evaluate_here(
         return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]
 
 
+def asked_tasks(given: Mapping[str, Any]) -> AskedTasks | None:
+    """Returns the requested tasks, or None if there are none. Network access is disabled before
+    libraries that could open connections are imported."""
+    if not given["tasks"]:
+        return None
+    from overland.apps.evaluation.task_data import task_names, tasks_root
+    from overland.apps.evaluation.task_run import no_network
+    from overland.plugins import need
+
+    no_network()
+    need("lm_eval", "--tasks", "eval")
+    from overland.apps.evaluation.tasks import AskedTasks
+
+    alike = ("num_fewshot", "system", "gen_kwargs", "add_bos", "log_samples", "unsafe_code")
+    include, usual = given["include_path"], "default" if given["apply_chat_template"] else None
+    return AskedTasks(
+        names=task_names(given["tasks"]),
+        root=given["datasets"] or tasks_root(),
+        chat_template=given["chat_template"] or usual,
+        multiturn=given["fewshot_as_multiturn"],
+        include_path=None if include is None else str(include.absolute()),
+        **{name: given[name] for name in alike},
+    )
+
+
 def evaluate_one(
     asked: EvaluationRequest,
     tasks: AskedTasks | None,
@@ -217,6 +220,8 @@ def evaluate_one(
     report: Report,
 ) -> list[Record]:
     """Evaluates one checkpoint."""
+    from overland.apps.evaluation.evaluate import evaluate_set, open_session, sets_for, settings_of
+
     session = open_session(asked, world, device, report)
     results = []
     if asked.data or tasks is None:
@@ -227,3 +232,66 @@ def evaluate_one(
 
         results.append(evaluate_tasks(session, tasks))
     return results
+
+
+def generate(
+    model: OpenModel | str | Path,
+    prompts: str | Sequence[str],
+    *,
+    num_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    chat: bool = False,
+    system: str | None = None,
+    batch_size: int = 16,
+    parse_specials: bool = True,
+) -> list[Completion]:
+    """Returns a completion for each prompt, as `overland generate` prints it.
+
+    Args:
+        model: What `overland.load_model` returned, or the path of a run or checkpoint.
+        prompts: One text, or several.
+        num_tokens: Maximum number of tokens to generate.
+        temperature: 0 always takes the most likely token.
+        top_k: Sample from this many of the most likely tokens; 0: from all.
+        top_p: Sample from the most likely tokens whose probabilities add up to this.
+        min_p: Sample from tokens whose probability is at least this fraction of the highest.
+        repetition_penalty: Above 1, tokens that occurred before become less likely.
+        stop: Texts that end a completion; they are not part of it.
+        seed: The same seed gives the same texts.
+        chat: Whether prompts are questions, formatted with the model's chat template.
+        system: The system message, if prompts are questions (chat).
+        batch_size: Number of prompts processed together.
+        parse_specials: Whether names of special tokens in texts to continue stand for the tokens,
+            as in transformers. In questions (`chat`) they are always text.
+    """
+    if system is not None and not chat:
+        raise ArgumentError("system has no effect without chat=True: give both")
+    from overland.apps.evaluation.chat import Asking
+    from overland.apps.evaluation.model import OpenModel, open_model
+    from overland.apps.evaluation.prompts import Prompt, check_prompts
+    from overland.apps.evaluation.sampling import Sampling
+
+    sampling = Sampling(
+        number(temperature, "temperature"),
+        integer(top_k, "top_k"),
+        number(top_p, "top_p"),
+        number(min_p, "min_p"),
+        number(repetition_penalty, "repetition_penalty"),
+        integer(seed, "seed"),
+    )
+    given = [Prompt(text) for text in texts(prompts, "prompts")]
+    check_prompts(given)
+    num_tokens = integer(num_tokens, "num_tokens", least=1)
+    batch_size = integer(batch_size, "batch_size", least=1)
+    stop = texts(stop, "stop")
+    opened = model
+    if not isinstance(opened, OpenModel):
+        opened = open_model(path_of(opened, "model"), needs_tokenizer=True)
+    asking = Asking(opened, sampling, num_tokens, stop, chat, system, parse_specials)
+    return list(asking.answers(given, batch_size))
