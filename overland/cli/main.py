@@ -18,7 +18,6 @@ from overland.cli import (
     generate,
     hub,
     init,
-    ls,
     preflight,
     prove,
     report,
@@ -100,7 +99,7 @@ app.command()(hub.fetch)
 app.command(context_settings=TAKES_SETTINGS)(check.check)
 app.command(context_settings=TAKES_SETTINGS)(train.train)
 app.command(cls=submit.Submit, context_settings=TAKES_SETTINGS)(submit.submit)
-app.command(name="ls")(ls.list_runs)
+app.command(name="ls")(watch.list_runs)
 app.command(cls=watch.Watching)(watch.watch)
 app.command()(report.report)
 app.command(hidden=True)(submit.supervise)

@@ -42,8 +42,8 @@ def report(
     config. It changes nothing that training uses, so it is safe to run during training.
     """
     from overland.apps.progress import progress_bar
+    from overland.apps.report.page import numbers_of, write_page, write_plots
     from overland.apps.report.summary import open_runs
-    from overland.apps.report.write import numbers_of, write_page, write_plots
 
     readers = open_runs(runs)
     for reader in readers:

@@ -1,10 +1,12 @@
-"""`overland watch`: a live view of a run, made from its folder alone."""
+"""`overland watch` and `overland ls`: a live view of a run, and a list of runs, made from their
+folders alone."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 EXIT_CODES = {"stopped": 1, "failed": 1, "silent": 3}
 SLURM_PATIENCE = 5.0  # seconds to wait for Slurm, when the state is printed once
+WIDTH_WITHOUT_TERMINAL = 200
 
 
 class Watching(TyperCommand):
@@ -162,3 +165,24 @@ def keyboard() -> Iterator[Callable[[str, float], bool]]:
         yield pressed
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+@user_errors
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Folder to search, four levels deep.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """List runs, newest first: state, step, loss, validation loss, and age of the last update."""
+    from overland.apps.watch.files import finite
+    from overland.apps.watch.listing import list_runs, no_runs, table
+
+    runs = list_runs(folder.expanduser())
+    if as_json:
+        print(json.dumps([finite(asdict(one)) for one in runs], indent=1))
+        return
+    if not runs:
+        print(no_runs(folder), file=sys.stderr)
+        return
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else WIDTH_WITHOUT_TERMINAL
+    print(*table(runs, width), sep="\n")

@@ -90,7 +90,7 @@ def test_a_live_page_is_neither_one_frame_nor_json(tmp_path: Path, option: str) 
     assert "leave out --once and --json" in done.stderr
 
 
-@pytest.mark.parametrize("module", ["apps.report.write", "apps.watch.watch", "apps.console.screen"])
+@pytest.mark.parametrize("module", ["apps.report.page", "apps.watch.watch", "apps.console.screen"])
 def test_what_shows_a_run_does_not_wait_for_torch(module: str) -> None:
     code = f"import sys\nimport overland.{module}\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment())

@@ -22,7 +22,7 @@ from overland.apps.evaluation.perplexity import Done
 from overland.apps.evaluation.ranks import RowScorer, scorer_for
 from overland.apps.evaluation.results import base_of, mark_of_weights, read_results
 from overland.apps.proofs.pool import RankPool
-from overland.cli.eval_tables import about_perplexity
+from overland.cli.eval import about_perplexity
 from overland.errors import DataError, ModelError
 from overland.world import World
 from tests.cli.processes import overland, start_overland

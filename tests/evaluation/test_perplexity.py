@@ -26,10 +26,9 @@ from overland.apps.evaluation.evaluate import (
     sets_for,
     settings_of,
 )
-from overland.apps.evaluation.parts import Cutter
+from overland.apps.evaluation.parts import Cutter, WindowRow, batches, padded, row_of, spans
 from overland.apps.evaluation.perplexity import Done, Sums, total
 from overland.apps.evaluation.results import Record
-from overland.apps.evaluation.windows import WindowRow, batches, padded, row_of, spans
 from overland.apps.proofs.pool import RankPool
 from overland.data.batch import IGNORED
 from overland.data.tokenizer import Tokenizer

@@ -15,7 +15,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from overland.apps.evaluation.crew import TaskRanks, key_of
 from overland.apps.evaluation.evaluate import EvaluationRequest, open_session
 from overland.apps.evaluation.results import Kept
 from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore
@@ -29,7 +28,7 @@ from overland.apps.evaluation.task_run import (
     scores_of,
     task_errors,
 )
-from overland.apps.evaluation.tasks import AskedTasks, crew_of, evaluate_tasks
+from overland.apps.evaluation.tasks import AskedTasks, TaskRanks, crew_of, evaluate_tasks, key_of
 from overland.apps.proofs.pool import RankPool, clean_processes
 from overland.data.tokenizer import Tokenizer
 from overland.errors import ClusterError, DataError, ModelError, OverlandError
@@ -395,7 +394,7 @@ def test_a_first_rank_that_fails_says_why_and_waits_for_nobody(
             raise ModelError("broken weights")
 
     told: list[Any] = []
-    monkeypatch.setattr("overland.apps.evaluation.crew.from_first_rank", told.append)
+    monkeypatch.setattr("overland.apps.evaluation.tasks.from_first_rank", told.append)
     crew = TaskRanks(Failing(torch.nn.Linear(1, 1), max_length=16), None, World(size=2))
     with pytest.raises(ModelError, match="broken weights"), task_errors("these tasks"):
         crew.score(PAIRS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.apps.evaluation.text_stream import TextStream
+from overland.apps.evaluation.generate import TextStream
 from overland.data.tokenizer import Tokenizer
 from tests.data.tokenizer_folders import TEXTS, write_bpe, write_hf, write_ranks, write_unigram
 

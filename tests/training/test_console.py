@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from overland.apps.console.bar import StepTimes, line_of, others
+from overland.apps.console.bar import Status, StepTimes, draw, line_of, others, smoothed, sparkline
 from overland.apps.console.closing import next_commands
 from overland.apps.console.screen import Screen
-from overland.apps.console.status_line import Status, draw, smoothed, sparkline
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
 from overland.world import World

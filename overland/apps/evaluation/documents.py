@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.apps.data.built import BuiltCorpus
-from overland.apps.evaluation.windows import Ids
 from overland.checks.files import C4, fetch_line
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.corpora import Preparer
@@ -41,6 +40,7 @@ from overland.data.wanted import (
 from overland.errors import ChoiceRequired, DataError
 from overland.words import any_of
 
+Ids = npt.NDArray[np.int64]
 CHARACTERS_PER_TOKEN = 4  # approximate, to detect long documents before they are tokenized
 
 

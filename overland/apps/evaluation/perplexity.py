@@ -2,7 +2,7 @@
 between models with different tokenizers.
 
     documents    each separately, or all joined together (`joined`)
-    windows      of `context` tokens, every `stride` tokens: every token exactly once (windows.py)
+    windows      of `context` tokens, every `stride` tokens: every token exactly once
     parts        the unit of work of a rank; finished parts are saved, so that an interrupted
                  evaluation resumes (parts.py, results.py)
     sums         over a row in float64 on the device, everything else exactly rounded, so that the
@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from overland.apps.evaluation.parts import EvaluationPart
+from overland.apps.evaluation.parts import IGNORED, EvaluationPart, batches, padded
 from overland.apps.evaluation.ranks import Ranks, RowScorer
-from overland.apps.evaluation.windows import IGNORED, batches, padded
 from overland.errors import DataError
 from overland.world.records import record
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overland.apps.evaluation.documents import Ids
 from overland.apps.evaluation.score import stretches_from
-from overland.apps.evaluation.windows import Ids
 from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.data.batch import IGNORED

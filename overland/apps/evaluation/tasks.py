@@ -1,27 +1,30 @@
 """Evaluates our models on tasks of lm-evaluation-harness: its definitions, prompts and metrics,
 with our scoring and generation.
 
-The first rank runs the harness and the others compute with it (see crew.py). No connection is
-opened: datasets come from `overland fetch tasks` (see task_data.py).
+The first rank runs the harness and distributes the requests; the others compute their share until
+they are dismissed. So datasets are read once, and the scores do not depend on the number of ranks.
+Each rank saves its results as it goes, and nothing is computed twice. No connection is opened:
+datasets come from `overland fetch tasks` (see task_data.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from overland.apps.evaluation.crew import TaskRanks
 from overland.apps.evaluation.evaluate import EvaluationSession, how, versions
 from overland.apps.evaluation.generate import Generator
 from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.results import Kept, Record, base_of, mark_of_weights
 from overland.apps.evaluation.sampling import Sampling
-from overland.apps.evaluation.score import ContinuationScorer
+from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore
 from overland.apps.evaluation.task_data import Needs, needs_of
 from overland.apps.evaluation.task_index import matching, open_manager
 from overland.apps.evaluation.task_run import (
@@ -32,10 +35,13 @@ from overland.apps.evaluation.task_run import (
     scores_of,
 )
 from overland.apps.hub.snapshot import read_snapshot
+from overland.apps.progress import progress_bar
 from overland.data.tokenizer_files import DEFAULT
-from overland.errors import DataError, sentence
+from overland.errors import ClusterError, DataError, sentence
 from overland.files import replace_file
+from overland.parallel.comm import all_of, from_first_rank
 from overland.words import any_of
+from overland.world import World
 
 KIND = "tasks"
 HARNESS = "lm_eval"
@@ -267,3 +273,123 @@ def write_harness_files(
         report(f"note: the harness's files were not saved: {sentence(error)}")
         return None
     return folder
+
+
+AT_ONCE = 16_384  # requests, which are held in memory when sent between ranks
+Texts = Callable[
+    [Sequence[Sequence[int]], Sequence[str], dict[str, Any]], Iterator[list[tuple[int, str]]]
+]
+"""Takes prompts and their keys; yields batches of (number of the prompt, its completion)."""
+Work = tuple[Literal["score", "generate"], list[Any], list[str], dict[str, Any]]
+
+
+class TaskRanks:
+    def __init__(
+        self,
+        scorer: ContinuationScorer,
+        texts: Texts | None,
+        world: World,
+        *,
+        leads: bool = True,
+        keep: Callable[[Mapping[str, Any]], None] = lambda record: None,
+        done: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        """`texts` generates text, if this layout can; `leads` is whether this rank reports for
+        those that compute the same; `done` is what `keep` saved of an interrupted evaluation."""
+        self.scorer, self.texts, self.world = scorer, texts, world
+        self.leads, self.keep = leads, keep
+        self._is_waited_for = False
+        """Whether the other ranks are computing, and waiting for this rank's share."""
+        self.known: dict[str, Any] = {}
+        for record in done:
+            if isinstance(found := record.get("done"), dict):
+                self.known |= found
+
+    def score(self, pairs: Sequence[Pair]) -> list[TextScore]:
+        keys = [key_of(context, continuation) for context, continuation in pairs]
+        self._compute("score", pairs, keys, {})
+        return [TextScore(*self.known[key]) for key in keys]
+
+    def generate(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> list[str]:
+        """Generates a completion for each prompt. With sampling, a repeated prompt is sampled
+        separately each time."""
+        counts: Counter[str] = Counter()
+        keys = []
+        for prompt in prompts:
+            key = key_of(prompt, [], settings)
+            counts[key] += 1
+            keys.append(f"{key}-{counts[key]}" if settings.get("do_sample") else key)
+        self._compute("generate", prompts, keys, settings)
+        return [self.known[key] for key in keys]
+
+    def require_texts(self) -> None:
+        """Raises an error if this layout cannot generate text."""
+        if self.texts is None:
+            raise ClusterError(
+                "a model that is split over ranks cannot generate text: omit --shard and "
+                "--tensor-parallel, so that each rank has the whole model, or omit tasks that "
+                "generate"
+            )
+
+    def serve(self) -> None:
+        """Computes requests from the first rank; run by all other ranks."""
+        while (work := from_first_rank(None)) is not None:
+            all_of(self._own_part(work))
+
+    def dismiss(self) -> None:
+        """Ends `serve` on the other ranks. If this rank failed while they wait for its share, they
+        cannot be reached; whatever launched them ends them."""
+        if self.world.size > 1 and not self._is_waited_for:
+            from_first_rank(None)
+
+    def _compute(
+        self,
+        kind: Literal["score", "generate"],
+        requests: Sequence[Any],
+        keys: list[str],
+        settings: dict[str, Any],
+    ) -> None:
+        new = {key: one for key, one in zip(keys, requests, strict=True) if key not in self.known}
+        what = "continuations" if kind == "score" else "texts"
+        with progress_bar(what, total=len(new)) as bar:
+            for start in range(0, len(new), AT_ONCE):
+                some = list(new)[start : start + AT_ONCE]
+                work: Work = (kind, [new[key] for key in some], some, settings)
+                if self.world.size == 1:
+                    self.known |= self._own_part(work, bar.advance)
+                    continue
+                from_first_rank(work)
+                self._is_waited_for = True
+                for part in all_of(self._own_part(work, bar.advance)):
+                    self.known |= part
+                self._is_waited_for = False
+                bar(start + len(some), len(new), what)
+
+    def _own_part(
+        self, work: Work, advance: Callable[[float], None] = lambda more: None
+    ) -> dict[str, Any]:
+        kind, requests, keys, settings = work
+        found: dict[str, Any] = {}
+        for batch in self._batches(kind, requests, keys, settings):
+            values = {keys[number]: value for number, value in batch}
+            if self.leads:
+                self.keep({"done": values})
+                found |= values
+            advance(len(values) * self.scorer.num_parts)
+        return found
+
+    def _batches(
+        self, kind: str, requests: list[Any], keys: list[str], settings: dict[str, Any]
+    ) -> Iterator[list[tuple[int, Any]]]:
+        if kind == "score":
+            yield from self.scorer.score(requests)
+            return
+        self.require_texts()
+        assert self.texts is not None
+        yield from self.texts(requests, keys, settings)
+
+
+def key_of(context: Sequence[int], continuation: Sequence[int], settings: Any = None) -> str:
+    """Returns the key under which a result is saved."""
+    words = json.dumps([list(context), list(continuation), settings], sort_keys=True, default=str)
+    return hashlib.blake2b(words.encode(), digest_size=12).hexdigest()

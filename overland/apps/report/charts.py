@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overland.apps.report.lines import MetricColumns, Numbers
+from overland.apps.report.lines import (
+    MetricColumns,
+    Numbers,
+    bin_sizes,
+    means,
+    rounded,
+    spacing_of,
+    thinned,
+)
 from overland.apps.report.sessions import with_borders
-from overland.apps.report.thin import bin_sizes, means, rounded, spacing_of, thinned
 from overland.run_folder import METRIC_NAMES, VALIDATION, VALIDATION_LOSS
 
 if TYPE_CHECKING:

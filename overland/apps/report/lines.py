@@ -1,13 +1,11 @@
 """Reads all of metrics.jsonl into columns of numbers, and the lines of undone steps, which are in
-metrics.undone.jsonl: a million lines in seconds.
+metrics.undone.jsonl; and reduces the points of a curve, either without losing spikes or to means.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-import warnings
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -25,9 +23,8 @@ Numbers = npt.NDArray[np.float64]
 Record = dict[str, Any]
 MISSING = float("nan")
 LARGEST_VALUE = 1e300
-MOST_DIGITS = 15  # a step with more digits needs a closer look
-NUMBER = re.compile(rb": (?:-?[0-9][-+.0-9eE]*|null|NaN|-?Infinity)(?=[,}])")
-VALUE = rb": ([^,}]+)"  # a stricter one takes twice as long, and `table` checks them anyway
+BINS = (100, 15_000)  # steps
+LEAST_BINS = (20, 4)  # if there would be fewer, bins are smaller
 
 
 class MetricColumns:
@@ -97,25 +94,17 @@ class MetricColumns:
         for name in sorted(names - self._columns.keys()):
             self._columns[name] = array("d", [MISSING]) * before
         for name, column in self._columns.items():
-            column.extend(map(_number, [record.get(name) for record in records]))
+            values = [record.get(name) for record in records]
+            try:  # a whole column at once, as is possible for nearly all
+                column += array("d", values)
+            except (TypeError, OverflowError):
+                column.extend(map(_number, values))
             added = np.array(column[before:])
             for place in np.flatnonzero(~np.isfinite(added)).tolist():
                 value = records[place].get(name)
                 if isinstance(value, float):
                     odd = self.odd.setdefault(name, [])
                     odd.append((records[place]["step"], value))
-
-    def append_table(self, names: Sequence[str], table: Numbers) -> None:
-        """Adds the rows of a table whose first column is the step; all values are finite or
-        missing."""
-        before = len(self)
-        self._steps.extend(table[:, 0].astype(np.int64).tolist())
-        columns = dict(zip(names, table.T, strict=True))
-        for name in set(names[1:]) - self._columns.keys():
-            self._columns[name] = array("d", [MISSING]) * before
-        for name, column in self._columns.items():
-            more = columns.get(name, np.full(len(table), MISSING))
-            column.frombytes(np.ascontiguousarray(more).tobytes())
 
     def _cut(self, step: int) -> None:
         """Removes the records from `step` on."""
@@ -144,8 +133,7 @@ class Lines:
         for lines, to_come, is_other in self._tail.chunks():
             if is_other:
                 self.logged, self.held_out = MetricColumns(), {}
-            if not self._take_alike(lines):
-                self._take(parse(lines))
+            self._take(parse(lines))
             self.version += 1
             read += sum(map(len, lines))
             progress(read, read + to_come)
@@ -154,29 +142,6 @@ class Lines:
                 self.lost = MetricColumns()
             self.lost.append([record for record in parse(lines) if "loss" in record])
             self.version += 1
-
-    def _take_alike(self, lines: Sequence[bytes]) -> bool:
-        """Takes lines with the same names in the same order, as nearly all have, without parsing
-        each one, in a third of the time. Returns False and takes nothing if that is impossible."""
-        form = next((form for line in lines[:8] if (form := Form.of(line)) is not None), None)
-        if form is None:
-            return False
-        rows, others = [], []
-        for line in lines:
-            if (row := form.values(line)) is not None:
-                if not row[0].isdigit() or len(row[0]) > MOST_DIGITS:
-                    return False
-                rows.append(row)
-            elif (record := _record(_parse_line(line))) is not None:
-                others.append(record)
-        table = form.table(rows)
-        if table is None or any("loss" in one for one in others):
-            return False
-        if not (np.diff(table[:, 0], prepend=self.logged.last_step) > 0).all():
-            return False
-        self.logged.append_table(form.names, table)
-        self._take(others)
-        return True
 
     def _take(self, records: Iterable[Record]) -> None:
         logged = []
@@ -201,38 +166,6 @@ class Recent(History):
     def read_on(self) -> None:
         self._clear()
         self.recent.extend(self._all.logged.newest(RECENT))
-
-
-class Form:
-    """The names of a line's numbers, and a pattern for lines that differ only in the numbers."""
-
-    def __init__(self, names: list[str], pattern: bytes) -> None:
-        self.names = names
-        self._match = re.compile(pattern).fullmatch
-
-    @classmethod
-    def of(cls, line: bytes) -> Form | None:
-        """Returns None for a line that is not about a step, or has more than numbers."""
-        record = _record(_parse_line(line))
-        if record is None or "loss" not in record or not line.startswith(b'{"step": '):
-            return None
-        parts = NUMBER.split(line)
-        pattern = VALUE.join(map(re.escape, parts))
-        return cls(list(record), pattern) if len(parts) == len(record) + 1 else None
-
-    def values(self, line: bytes) -> tuple[bytes, ...] | None:
-        found = self._match(line)
-        return found.groups() if found is not None else None
-
-    def table(self, rows: list[tuple[bytes, ...]]) -> Numbers | None:
-        """Returns None if a value is not a number or not finite."""
-        text = b",".join([b",".join(row) for row in rows]).replace(b"null", b"nan")
-        if not rows or b"N" in text or b"I" in text:
-            return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the size shows any error
-            flat = np.fromstring(text, sep=",")
-        return flat.reshape(len(rows), -1) if flat.size == len(rows) * len(self.names) else None
 
 
 def parse(lines: Iterable[bytes]) -> list[Record]:
@@ -273,3 +206,61 @@ def _number(value: Any) -> float:
     if type(value) is int:
         return float(value) if abs(value) < 1 << 1000 else math.inf
     return MISSING
+
+
+def thinned(steps: Numbers, values: Numbers, most: int) -> tuple[Numbers, Numbers]:
+    """Returns about `most` points (at most two more): the lowest and the highest of equal ranges of
+    steps, and the first and last point. All values must be finite."""
+    if len(steps) <= most:
+        return steps, values
+    num = max(1, most // 2)
+    span = steps[-1] - steps[0] + 1
+    bucket = ((steps - steps[0]) * (num / span)).astype(np.int64)
+    order = np.lexsort((values, bucket))
+    begins = np.flatnonzero(np.diff(bucket[order], prepend=-1))
+    ends = np.append(begins[1:], len(order)) - 1
+    kept = np.unique(np.concatenate([order[begins], order[ends], [0, len(steps) - 1]]))
+    return steps[kept], values[kept]
+
+
+def bin_sizes(last_step: float, spacing: float = 1.0) -> tuple[int, int]:
+    """Returns the two numbers of steps whose means are shown: 100 and 15,000, or fewer if the run
+    is too short for them. 1: none, because values are logged too rarely for a mean (`spacing` is
+    the usual number of steps from one to the next)."""
+    fine, coarse = (
+        size if last_step >= size * least else rounded(last_step / least)
+        for size, least in zip(BINS, LEAST_BINS, strict=True)
+    )
+    coarse = max(coarse, 2 * fine)
+    least = max(2, 2 * spacing)
+    return (
+        fine if fine >= least else 1,
+        coarse if least <= coarse <= last_step / 2 else 1,
+    )
+
+
+def spacing_of(steps: Numbers) -> float:
+    """Returns the usual number of steps between two that were logged."""
+    return float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
+
+
+def rounded(wanted: float) -> int:
+    """Rounds down to 1, 2, 5, 10, 20, 50, …"""
+    if wanted < 1:
+        return 1
+    power = 10 ** math.floor(math.log10(wanted))
+    return max(factor * power for factor in (1, 2, 5) if factor * power <= wanted)
+
+
+def means(steps: Numbers, values: Numbers, size: int) -> tuple[Numbers, Numbers]:
+    """Returns the mean of the values in the last `size` steps, at every `size` steps and at the
+    last one."""
+    if not len(steps):
+        return steps, values
+    number = ((steps - 1) // size).astype(np.int64)
+    ends = np.flatnonzero(np.diff(number, append=-1))
+    begins = np.searchsorted(steps, steps[ends] - size, side="right")
+    # Each range is summed separately: one spike of 1e18 would round all later sums of a total.
+    ranges = np.column_stack([begins, ends + 1]).ravel()
+    sums = np.add.reduceat(np.append(values, 0.0), ranges)[::2]
+    return steps[ends], sums / (ends + 1 - begins)

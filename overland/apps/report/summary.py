@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from overland.apps.console.readme import optimizer_in_words, schedule_in_words
-from overland.apps.report.evaluations import CheckpointScore, read_scores
-from overland.apps.report.lines import Lines, MetricColumns, Recent
+from overland.apps.evaluation.results import CheckpointScore, read_scores
+from overland.apps.report.lines import Lines, MetricColumns, Recent, bin_sizes, means, spacing_of
 from overland.apps.report.mixture import DrawnMixture, drawn_mixture
 from overland.apps.report.sessions import (
     Goodput,
@@ -28,7 +28,6 @@ from overland.apps.report.sessions import (
     RunStory,
     where_time_went,
 )
-from overland.apps.report.thin import bin_sizes, means, spacing_of
 from overland.apps.watch.files import read_json, read_text, read_toml, table_in
 from overland.apps.watch.watch import RunStatus, Watch
 from overland.config.derived import model_name

@@ -10,10 +10,9 @@ from html import escape
 import numpy as np
 
 from overland.apps.report.charts import LOST, Chart, Line
-from overland.apps.report.lines import Numbers
+from overland.apps.report.lines import Numbers, thinned
 from overland.apps.report.sessions import ReportedSession
 from overland.apps.report.summary import RunReport, moment
-from overland.apps.report.thin import thinned
 from overland.words import visible
 
 # The color-blind-safe palette of Okabe and Ito, without black and yellow.

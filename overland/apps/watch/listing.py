@@ -6,12 +6,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from overland.apps.progress import progress_bar
-from overland.apps.watch.watch import STATES, RunStatus, Watch, newest_script
+from overland.apps.watch.watch import STATES, Watch, newest_script
 from overland.errors import NoRun, sentence
 from overland.run_folder import ATTEMPTS, CONFIG, LIVE, METRICS, OWNER, PLAN, SESSIONS, SUBMITTED
 from overland.training.history import END_BYTES, History
@@ -41,9 +40,6 @@ class ListedRun:
     seconds_left: float | None = None
     description: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def list_runs(folder: Path) -> list[ListedRun]:
     """Returns the runs in a folder and below it."""
@@ -63,9 +59,13 @@ def newest_run(folder: Path) -> Path:
     """Returns the run in a folder or below it that last showed a sign of life."""
     runs = list_runs(folder)
     if not runs:
-        start = command("overland", "train", "quickstart")
-        raise NoRun(f"no runs in {folder} or below it; `{start}` starts one")
+        raise NoRun(no_runs(folder))
     return Path(runs[0].run)
+
+
+def no_runs(folder: Path) -> str:
+    start = command("overland", "train", "quickstart")
+    return f"no runs in {folder} or below it; `{start}` starts one"
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -102,21 +102,15 @@ def is_run(folder: Path, entries: Mapping[str, os.DirEntry[str]]) -> bool:
 def look(run: Path, patience: float) -> ListedRun:
     try:
         seen = Watch(run, History(run / METRICS, last_bytes=END_BYTES)).look(patience)
-        return listed(seen)
     except Exception as error:  # one unreadable run must not hide the others
-        why = sentence(error) or type(error).__name__
-        return ListedRun(str(run), UNREADABLE, why)
-
-
-def listed(seen: RunStatus) -> ListedRun:
-    loss = seen.newest.get("loss")
+        return ListedRun(str(run), UNREADABLE, sentence(error) or type(error).__name__)
     return ListedRun(
         run=seen.run,
         state=seen.state,
         because=seen.because,
         step=seen.step,
         steps=seen.steps,
-        loss=float(loss) if loss is not None else None,
+        loss=seen.newest.get("loss"),
         held_out={name: points[-1][1] for name, points in seen.held_out.items() if points},
         last_sign=seen.last_sign,
         age_seconds=seen.time - seen.last_sign if seen.last_sign else None,

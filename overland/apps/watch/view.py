@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -33,15 +34,18 @@ MOST_RESULTS = 6
 DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # by column, from the bottom up
 
 Points = Sequence[tuple[float, float]]
+Parts = Iterator[str | tuple[str, str]]
+"""Texts, some with a style."""
 
 
 def draw(seen: RunStatus, width: int, curve_height: int = 10) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
-    for name, line in LINES.items():
-        if (content := line(seen)) is not None:
-            rows.add_row(name, content)
+    rows.add_row("step", step_line(seen))
+    for name, (parts_of, between) in LINES.items():
+        if found := [Text.assemble(part) for part in parts_of(seen)]:
+            rows.add_row(name, Text(between).join(found))
     parts: list[RenderableType] = [headline(seen), Text(), rows]
     marks = [point for points in seen.held_out.values() for point in thinned(points, MOST_MARKS)]
     if drawn := draw_curve(seen.losses, marks, min(width, 110), curve_height):
@@ -82,10 +86,6 @@ def step_line(seen: RunStatus) -> RenderableType:
     return line
 
 
-def resume_line(seen: RunStatus) -> Text | None:
-    return Text(seen.resume) if seen.resume else None
-
-
 def time_left(seen: RunStatus) -> str:
     if seen.seconds_left is None:
         return ""
@@ -95,117 +95,103 @@ def time_left(seen: RunStatus) -> str:
     return f"{left} left, until {moment(seen.time + seen.seconds_left, seen.time)}"
 
 
-def session_line(seen: RunStatus) -> Text | None:
-    words = []
+def session_parts(seen: RunStatus) -> Parts:
     if seen.session:
-        words.append(str(seen.session))
+        yield str(seen.session)
     if seen.attempt:
-        words.append(f"attempt {seen.attempt}")
+        yield f"attempt {seen.attempt}"
     if seen.job:
-        words.append(f"job {seen.job}")
+        yield f"job {seen.job}"
     if seen.ranks:
-        words.append(number_of(seen.ranks, "rank"))
+        yield number_of(seen.ranks, "rank")
     if seen.nodes:
         shown = ", ".join(seen.nodes[:4]) + (", …" if len(seen.nodes) > 4 else "")
-        words.append(f"{number_of(len(seen.nodes), 'node')} ({shown})")
+        yield f"{number_of(len(seen.nodes), 'node')} ({shown})"
     is_over = seen.state in ("finished", "stopped", "failed", "waiting")
     if seen.session_ends and seen.session_ends > seen.time and not is_over:
-        words.append(f"ends in {duration(seen.session_ends - seen.time)}")
-    return Text(", ".join(words)) if words else None
+        yield f"ends in {duration(seen.session_ends - seen.time)}"
 
 
-def loss_line(seen: RunStatus) -> Text | None:
-    if "loss" not in seen.newest:
-        return None
-    words = [f"{seen.newest['loss']:.4f}"]
-    words += [f"{name} {points[-1][1]:.4f}" for name, points in seen.held_out.items() if points]
+def loss_parts(seen: RunStatus) -> Parts:
+    newest = seen.newest
+    if "loss" not in newest:
+        return
+    yield f"{newest['loss']:.4f}"
+    yield from (f"{name} {points[-1][1]:.4f}" for name, points in seen.held_out.items() if points)
     for name, label in (("grad_norm", "gradient norm"), ("lr", "learning rate")):
-        if isinstance(seen.newest.get(name), int | float):
-            words.append(f"{label} {seen.newest[name]:.3g}")
+        if isinstance(newest.get(name), int | float):
+            yield f"{label} {newest[name]:.3g}"
     for name, label in (("skipped_steps", "skipped"), ("empty_steps", "without target tokens")):
-        if number := seen.newest.get(name):
-            words.append(f"{number_of(number, 'step')} {label}")
-    return Text("   ".join(words))
+        if number := newest.get(name):
+            yield f"{number_of(number, 'step')} {label}"
 
 
-def speed_line(seen: RunStatus) -> Text | None:
-    words = []
-    mfu, memory = seen.newest.get("mfu"), seen.newest.get("memory_gib")
-    wait = seen.newest.get("data_wait")
+def speed_parts(seen: RunStatus) -> Parts:
+    newest = seen.newest
     for unit in ("tokens", "samples"):
-        if rate := seen.newest.get(f"{unit}_per_second"):
-            words.append(f"{rate:,.0f} {unit}/s per device")
-    if mfu is not None:
-        words.append(f"MFU {mfu:.1%}")
+        if rate := newest.get(f"{unit}_per_second"):
+            yield f"{rate:,.0f} {unit}/s per device"
+    if (mfu := newest.get("mfu")) is not None:
+        yield f"MFU {mfu:.1%}"
     if seen.step_seconds:
-        words.append(f"{seen.step_seconds:.3g} s per step")
+        yield f"{seen.step_seconds:.3g} s per step"
     if seen.stepped and seen.state != "finished":
-        words.append(f"last step {duration(seen.time - seen.stepped)} ago")
-    if memory is not None:
-        words.append(f"memory {memory:.1f} GiB")
-    if wait is not None and wait > 0.02:
-        words.append(f"{wait:.0%} of the time waiting for data")
-    return Text("   ".join(words)) if words else None
+        yield f"last step {duration(seen.time - seen.stepped)} ago"
+    if (memory := newest.get("memory_gib")) is not None:
+        yield f"memory {memory:.1f} GiB"
+    if (newest.get("data_wait") or 0) > 0.02:
+        yield f"{newest['data_wait']:.0%} of the time waiting for data"
 
 
-def slowest_line(seen: RunStatus) -> Text | None:
-    words = []
+def slowest_parts(seen: RunStatus) -> Parts:
     if seen.slowest:
         factor = seen.slowest.get("factor", 0)
-        where = f"rank {seen.slowest.get('rank')} on {seen.slowest.get('node')}"
-        words.append((f"{where}, {factor:.2f} × the median", "yellow" if factor > 1.2 else ""))
+        words = f"{rank_of(seen.slowest)}, {factor:.2f} × the median"
+        yield words, "yellow" if factor > 1.2 else ""
     for one in seen.late[:3]:
-        where = f"rank {one.get('rank')} on {one.get('node')}"
-        words.append(
-            (f"{where} is late: {one.get('seconds', 0):.0f} s in {one.get('phase')}", "red")
-        )
-    return Text("   ").join(Text(*word) for word in words) if words else None
+        yield f"{rank_of(one)} is late: {one.get('seconds', 0):.0f} s in {one.get('phase')}", "red"
 
 
-def checkpoints_line(seen: RunStatus) -> Text | None:
+def rank_of(told: Mapping[str, Any]) -> str:
+    return f"rank {told.get('rank')} on {told.get('node')}"
+
+
+def checkpoint_parts(seen: RunStatus) -> Parts:
     found = seen.checkpoints
-    words = []
     if found.newest and found.saved_at:
-        words.append(f"{found.newest}, {duration(seen.time - found.saved_at)} ago")
-        words.append(f"{found.count} in total")
+        yield f"{found.newest}, {duration(seen.time - found.saved_at)} ago"
+        yield f"{found.count} in total"
     if found.saving:
-        how_far = f": {transferred(seen.transfer)}" if seen.transfer else ""
-        words.append(f"saving {found.saving}{how_far}")
-    text = Text("   ".join(words))
+        yield f"saving {found.saving}" + (
+            f": {transferred(seen.transfer)}" if seen.transfer else ""
+        )
     if found.not_finite:
-        text.append("   " if words else "")
-        text.append(f"{found.not_finite} is NOT FINITE; a resume skips it", style="bold red")
-    return text if text else None
+        yield f"{found.not_finite} is NOT FINITE; a resume skips it", "bold red"
 
 
-def evaluation_line(seen: RunStatus) -> Text | None:
-    """Shows the newest perplexity on each dataset."""
-    words = [
-        f"{one['name']} perplexity {one['perplexity']:,.2f} at step {one['step']:,}"
-        for one in seen.evaluations
-        if isinstance(one.get("perplexity"), int | float)
-    ]
-    more = [f"and {len(words) - MOST_RESULTS:,} more"] if len(words) > MOST_RESULTS else []
-    return Text("\n".join([*words[:MOST_RESULTS], *more])) if words else None
+def evaluation_parts(seen: RunStatus) -> Parts:
+    """Yields the newest perplexity on each dataset."""
+    found = [one for one in seen.evaluations if isinstance(one.get("perplexity"), int | float)]
+    for one in found[:MOST_RESULTS]:
+        yield f"{one['name']} perplexity {one['perplexity']:,.2f} at step {one['step']:,}"
+    if len(found) > MOST_RESULTS:
+        yield f"and {len(found) - MOST_RESULTS:,} more"
 
 
-def slurm_lines(seen: RunStatus) -> Text | None:
-    if not seen.queue:
-        return None
-    lines = []
-    for job in [one for one in seen.queue if one.runs]:
-        lines.append(f"{job.id} {job.state}, {job.left} left")
-    waiting = [one for one in seen.queue if not one.runs]
+def slurm_parts(seen: RunStatus) -> Parts:
+    jobs = seen.queue or []
+    yield from (f"{job.id} {job.state}, {job.left} left" for job in jobs if job.runs)
+    waiting = [job for job in jobs if not job.runs]
     for job in waiting[:2]:
         start = "" if job.start in ("N/A", "") else f", expected {job.start.replace('T', ' ')}"
-        lines.append(f"{job.id} {job.state} ({job.reason}){start}")
+        yield f"{job.id} {job.state} ({job.reason}){start}"
     if len(waiting) > 2:
-        lines.append(f"and {len(waiting) - 2} more waiting")
-    return Text("\n".join(lines))
+        yield f"and {len(waiting) - 2} more waiting"
 
 
-def fault_lines(seen: RunStatus) -> Text | None:
-    lines = []
+def fault_parts(seen: RunStatus) -> Parts:
+    if len(seen.faults) > SHOWN_FAULTS:
+        yield f"{len(seen.faults)} in total; the last {SHOWN_FAULTS}:"
     for fault in seen.faults[-SHOWN_FAULTS:]:
         excluded = ", ".join(fault.get("excluded") or [])
         action = str(fault.get("action", ""))
@@ -215,23 +201,20 @@ def fault_lines(seen: RunStatus) -> Text | None:
             action += f", {duration(fault['lost_seconds'])} lost"
         when = moment(float(fault.get("time", 0)), seen.time)
         what = str(fault.get("what", ""))
-        lines.append(f"{when} {fault.get('kind')} at step {fault.get('step')}: {what} → {action}")
-    if len(seen.faults) > SHOWN_FAULTS:
-        lines.insert(0, f"{len(seen.faults)} in total; the last {SHOWN_FAULTS}:")
-    return Text("\n".join(lines)) if lines else None
+        yield f"{when} {fault.get('kind')} at step {fault.get('step')}: {what} → {action}"
 
 
-LINES: dict[str, Callable[[RunStatus], RenderableType | None]] = {
-    "step": step_line,
-    "to resume": resume_line,
-    "loss": loss_line,
-    "speed": speed_line,
-    "session": session_line,
-    "slowest": slowest_line,
-    "checkpoints": checkpoints_line,
-    "evaluation": evaluation_line,
-    "Slurm": slurm_lines,
-    "faults": fault_lines,
+# What each line says, and what is between its parts.
+LINES: dict[str, tuple[Callable[[RunStatus], Parts], str]] = {
+    "to resume": (lambda seen: iter([seen.resume] if seen.resume else []), ""),
+    "loss": (loss_parts, "   "),
+    "speed": (speed_parts, "   "),
+    "session": (session_parts, ", "),
+    "slowest": (slowest_parts, "   "),
+    "checkpoints": (checkpoint_parts, "   "),
+    "evaluation": (evaluation_parts, "\n"),
+    "Slurm": (slurm_parts, "\n"),
+    "faults": (fault_parts, "\n"),
 }
 
 
