@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from overland.apps.evaluation.generate import Completion as Completion
     from overland.apps.evaluation.main import evaluate as evaluate
     from overland.apps.evaluation.main import generate as generate
+    from overland.apps.evaluation.main import open_model as load_model
     from overland.apps.evaluation.model import OpenModel as OpenModel
-    from overland.apps.evaluation.model import open_model as load_model
     from overland.config.errors import ConfigError as ConfigError
     from overland.config.schema import JobConfig as JobConfig
     from overland.data.registry import register_source as register_source
@@ -107,7 +107,7 @@ _PLACES = {
     "evaluate": "overland.apps.evaluation.main",
     "generate": "overland.apps.evaluation.main",
     "load_config": "overland.training.main",
-    "load_model": "overland.apps.evaluation.model:open_model",
+    "load_model": "overland.apps.evaluation.main:open_model",
     "model_names": "overland.models.registry",
     "open_checkpoint": "overland.apps.convert.formats:open_any",
     "open_dataset": "overland.apps.dataset",

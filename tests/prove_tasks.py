@@ -21,8 +21,8 @@ import torch
 
 from overland.apps.convert import convert
 from overland.apps.evaluation.evaluate import EvaluationRequest, open_session
-from overland.apps.evaluation.task_run import no_network
-from overland.apps.evaluation.tasks import AskedTasks, evaluate_tasks
+from overland.apps.evaluation.task_run import TaskOptions, no_network
+from overland.apps.evaluation.tasks import evaluate_tasks
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
 from overland.world import World
@@ -158,10 +158,10 @@ def by_harness(
 def by_us(
     run: Path, definitions: Path, task: str, settings: dict[str, Any], output: Path
 ) -> tuple[dict[str, Any], float]:
-    asked = EvaluationRequest(run, output=output, context=CONTEXT)
+    asked = EvaluationRequest(run, output=output, datasets=output, context=CONTEXT)
     session = open_session(asked, World(), torch.device("cpu"), lambda message: None)
-    wanted = AskedTasks(
-        names=(task,), root=output, include_path=str(definitions), log_samples=True, bootstrap=0,
+    wanted = TaskOptions(
+        tasks=(task,), include_path=str(definitions), log_samples=True, bootstrap=0,
         **settings,
     )  # fmt: skip
     started = time.process_time()

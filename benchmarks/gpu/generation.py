@@ -29,9 +29,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from overland.apps.evaluation.cache import CachedDecoder, release
-from overland.apps.evaluation.generate import Generator
+from overland.apps.evaluation.generate import GenerationRequest, Generator
 from overland.apps.evaluation.model import OpenModel
-from overland.apps.evaluation.sampling import Sampling
 from overland.config.schema import Model
 from overland.data.tokenizer import Tokenizer
 from overland.models import build_model
@@ -97,8 +96,7 @@ def timed_ours(
         path=Path("random"), step=None, end_ids=(), dtype=torch.bfloat16, device=device,
     )  # fmt: skip
     generator = Generator(opened, batch_size=len(prompts), length=PROMPT_TOKENS + new)
-    asked: dict[str, Any] = {"max_new_tokens": new, "sampling": Sampling(), "end_ids": ()}
-    seconds, done = timed(partial(generator.generate, prompts, **asked), device)
+    seconds, done = timed(partial(generator.generate, prompts, GenerationRequest(new)), device)
     generator.close()
     return seconds, [list(one.ids) for one in done]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from overland.apps.evaluation.cache import CachedDecoder
-from overland.apps.evaluation.generate import Generator
+from overland.apps.evaluation.generate import GenerationRequest, Generator
 from overland.config.schema import Lora
 from overland.kernels.nf4 import pack
 from overland.models import DecoderConfig, build_model
@@ -103,7 +103,7 @@ def built(
 def compare(model: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[bool, float]:
     prompts = some_prompts(LENGTHS)
     generator = Generator(opened(model, dtype=dtype, device=device), batch_size=8, length=128)
-    done = generator.generate(prompts, max_new_tokens=NUM_TOKENS, sampling=GREEDY, end_ids=())
+    done = generator.generate(prompts, GenerationRequest(NUM_TOKENS, GREEDY))
     rows = generator.rows
     written_out = isinstance(rows, CachedDecoder) and rows.written_out is not None
     generator.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overland.apps.evaluation.main import generate as generate_in_process
+from overland.apps.evaluation.main import open_model
 from overland.apps.progress import progress_bar
 from overland.cli.common import user_errors, with_options_of
 from overland.streams import raw
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 RESET = "/reset"
 CONTEXT, TOKENS = "context is full", "number of tokens"  # why a text ended
+LOADING = ("base", "tokenizer", "config", "dtype", "device", "step")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
@@ -31,6 +33,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
     {"num_tokens": 1, "batch_size": 1},
     without=["model", "prompts", "chat", "parse_specials"],
 )
+@with_options_of(open_model, {}, without=["needs_tokenizer"])
 def generate(
     path: Annotated[
         Path,
@@ -56,29 +59,11 @@ def generate(
         bool | None,
         typer.Option(help="Names of special tokens in PROMPT stand for the tokens (default)."),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Checkpoint of a run; default: the newest.")
-    ] = None,
-    base: Annotated[
-        Path | None, typer.Option(help="Base model of an adapter, if the adapter does not name it.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Tokenizer file or folder, if PATH has none.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A config.json or its folder, if PATH has none.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32 (default on CPUs), bfloat16 (default on GPUs) or float16."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
     **options: Any,
 ) -> None:
     """Continue prompts with a model, or chat with it."""
     from overland.apps.evaluation.chat import Asking
-    from overland.apps.evaluation.model import open_model
     from overland.apps.evaluation.prompts import (
         Prompt,
         check_prompts,
@@ -101,10 +86,8 @@ def generate(
     if not given and not chat:
         given = piped_prompts(note)
     check_prompts(given)
-    opened = open_model(
-        path, base=base, tokenizer=tokenizer, config=config, dtype=dtype, device=device, step=step,
-        needs_tokenizer=True,
-    )  # fmt: skip
+    loading = {name: options[name] for name in LOADING}
+    opened = open_model(path, needs_tokenizer=True, **loading)
     note(
         f"{opened.path}: {str(opened.dtype).removeprefix('torch.')} (--dtype) on {opened.device} "
         "(--device)"
@@ -171,11 +154,8 @@ def stream(asked: Asking, prompt: Prompt) -> None:
     ids = asked.encoded(prompt)
     generator = generator_of(asked, len(ids) + asked.num_tokens)
     print(beginning(asked, prompt), end="", flush=True)
-    pieces = generator.stream(
-        ids, max_new_tokens=asked.num_tokens, sampling=asked.sampling,
-        end_ids=asked.end_ids([prompt]), stop=asked.stop,
-        ended=lambda one: tell_end(asked, one.reason),
-    )  # fmt: skip
+    wanted = asked.request(asked.end_ids([prompt]))
+    pieces = generator.stream(ids, wanted, ended=lambda one: tell_end(asked, one.reason))
     say(stripped(pieces) if asked.chat else pieces)
 
 
@@ -197,9 +177,7 @@ def converse(asked: Asking, as_json: bool) -> None:
     from overland.errors import OverlandError
 
     generator = generator_of(asked, asked.opened.context)
-    talk = ChatSession(
-        asked.opened, generator, asked.num_tokens, asked.sampling, asked.stop, asked.system, note
-    )
+    talk = ChatSession(asked, generator, note)
     is_watched = sys.stdin.isatty()
     if is_watched:
         note(f"{RESET} clears the conversation; Ctrl-C interrupts an answer; Ctrl-D quits")

@@ -90,16 +90,14 @@ def fetch_for_tasks(
     from overland.apps.evaluation.task_data import (
         fetch_tasks,
         in_words,
-        needs_of,
         task_names,
         tasks_root,
     )
-    from overland.apps.evaluation.task_index import matching, open_manager
+    from overland.apps.evaluation.task_run import needs_of
     from overland.errors import HubError
 
     wanted = task_names(names)
-    manager = open_manager(wanted, include_path)
-    needs = needs_of(manager, matching(manager, wanted))
+    needs = needs_of(wanted, include_path)
     root = to.expanduser() if to is not None else tasks_root()
     failed: dict[str, str] = {}
     if not dry_run:

@@ -151,7 +151,7 @@ def submit(
     if packed_env is None:
         wanted = with_packed_python(chosen, wanted)
     if evaluation:
-        from overland.cli.submit_eval import submit_evaluation
+        from overland.cli.eval import submit_evaluation
 
         submit_evaluation(settings or [], chosen, wanted, dry_run, as_json)
         return

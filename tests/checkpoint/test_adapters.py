@@ -18,7 +18,8 @@ from overland.apps.convert.exports import follow
 from overland.apps.convert.formats import open_any
 from overland.apps.convert.verify import model_with_weights
 from overland.apps.evaluation import model as evaluation
-from overland.apps.evaluation.model import find_run, open_model
+from overland.apps.evaluation.main import open_model
+from overland.apps.evaluation.model import find_run
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.checks import load_checked

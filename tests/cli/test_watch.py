@@ -29,7 +29,7 @@ END = {"event": "end", "how": "failed", "step": 5, "what": "disk full"}
 
 @pytest.fixture(autouse=True)
 def without_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overland.apps.watch.queue.queued", lambda which: None)
+    monkeypatch.setattr("overland.apps.watch.watch.queued", lambda which: None)
 
 
 def test_one_frame_and_its_exit_code(tmp_path: Path) -> None:

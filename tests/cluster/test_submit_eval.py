@@ -9,7 +9,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from overland.apps.evaluation.task_index import open_manager
+from overland.apps.evaluation.task_run import open_manager
 from overland.cli.main import app
 from overland.cluster.script import render_evaluation
 from tests.cli.processes import environment, overland

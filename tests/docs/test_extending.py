@@ -41,7 +41,7 @@ def test_the_page_has_one_example_of_each_kind() -> None:
 
 SAME_LOGITS = """
 import pathlib, torch, transformers
-from overland.apps.evaluation.model import open_model
+from overland.apps.evaluation.main import open_model
 
 run = pathlib.Path("runs/mine")
 tokens = torch.arange(200, 216)[None]

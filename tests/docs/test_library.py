@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import overland
-from overland.apps.evaluation.model import open_model
+from overland.apps.evaluation.main import open_model
 from overland.cli.eval import evaluate as command_evaluate
 from overland.config.load import recipe_names
 from overland.config.validate import validate_again

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from overland.apps.evaluation.generate import Completion, Generator, PlainRows
+from overland.apps.evaluation.generate import Completion, GenerationRequest, Generator, PlainRows
 from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.sampling import Sampling
 from overland.models import DecoderConfig, build_model
@@ -67,7 +67,8 @@ def continued(
         generator.is_cached = False
         generator.batch.rows = PlainRows(model, batch_size, 256, torch.device("cpu"))
     try:
-        given = {"end_ids": (), **options}
-        return generator.generate(prompts, max_new_tokens=num_tokens, sampling=sampling, **given)
+        more = {name: options.pop(name) for name in ("end_ids", "stop") if name in options}
+        asked = GenerationRequest(num_tokens, sampling, **more)
+        return generator.generate(prompts, asked, **options)
     finally:
         generator.close()

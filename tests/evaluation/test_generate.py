@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from overland.apps.evaluation.cache import CachedDecoder, can_cache
-from overland.apps.evaluation.generate import Generator, Reason
+from overland.apps.evaluation.generate import GenerationRequest, Generator, Reason
 from overland.apps.evaluation.sampling import Sampling
 from overland.errors import DataError, ModelError
 from overland.models.attention import Attention, Masks
@@ -60,7 +60,7 @@ def test_cache_and_batch_change_nothing(case: tuple[str, str], sampling: Samplin
     assert len({one.ids for one in together}) == len(prompts)
 
 
-def test_several_known_tokens_at_once_are_the_same_as_one_by_one() -> None:
+def test_known_tokens_one_by_one_are_the_same_as_all_at_once() -> None:
     model = tiny(CASES["Mistral, window 8", "default"][0])
     tokens_BS = torch.tensor(some_prompts((24, 24)))
     with torch.no_grad():
@@ -68,10 +68,11 @@ def test_several_known_tokens_at_once_are_the_same_as_one_by_one() -> None:
         decoder = CachedDecoder(model, 2)
         decoder.reserve(24)
         decoder.start([tokens_BS[0, :10].tolist(), tokens_BS[1, :4].tolist()])
-        for row, length in ((0, 10), (1, 4)):  # rows of different lengths take the same number
-            more = tokens_BS[:, length : length + 12]
-            found = decoder.head(decoder.add(more, 22))[row]
-            assert torch.allclose(found, wanted[row, length : length + 12], rtol=0, atol=1e-5)
+        for number in range(12):  # rows of different lengths
+            found = decoder.step(torch.stack([tokens_BS[0, 10 + number], tokens_BS[1, 4 + number]]))
+            for row, length in ((0, 10), (1, 4)):
+                here = wanted[row, length + number]
+                assert torch.allclose(found[row], here, rtol=0, atol=1e-5)
 
 
 def test_prompts_are_begun_in_parts_if_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +85,9 @@ def test_prompts_are_begun_in_parts_if_they_are_many(monkeypatch: pytest.MonkeyP
 def test_the_cache_grows_with_the_rows() -> None:
     model, prompts = tiny(), some_prompts((5, 9))
     generator = Generator(opened(model, context=2000), batch_size=2, length=2000)
-    how: dict[str, Any] = {"sampling": Sampling(), "end_ids": ()}
-    short = generator.generate(prompts, max_new_tokens=4, **how)
+    short = generator.generate(prompts, GenerationRequest(4))
     assert generator.rows.capacity == 256  # type: ignore[attr-defined]
-    long = generator.generate(prompts, max_new_tokens=300, **how)
+    long = generator.generate(prompts, GenerationRequest(300))
     assert generator.rows.capacity == 512  # type: ignore[attr-defined]
     assert [one.ids[:4] for one in long] == [one.ids for one in short]
 
@@ -182,7 +182,7 @@ def test_a_special_token_can_be_a_stop_string() -> None:
 def test_a_text_ends_where_the_context_is_full() -> None:
     model, prompts = tiny(), some_prompts((3, 10, 12))
     generator = Generator(opened(model, context=12), batch_size=3, length=100)
-    found = generator.generate(prompts, max_new_tokens=5, sampling=Sampling(), end_ids=())
+    found = generator.generate(prompts, GenerationRequest(5))
     assert [len(one.ids) for one in found] == [5, 3, 1]
     assert [one.reason for one in found] == [Reason.TOKENS, Reason.CONTEXT, Reason.CONTEXT]
     generator.close()
@@ -254,7 +254,7 @@ def test_pieces_of_a_stream_are_the_text() -> None:
     model, (prompt,) = tiny(hf("llama")), some_prompts((5,))
     (whole,) = continued(model, [prompt], 20, sampling=WARM, stop=["\u0123\u0124\u0125"])
     generator = Generator(opened(model), batch_size=1, length=256)
-    how: dict[str, Any] = {"max_new_tokens": 20, "sampling": WARM, "end_ids": ()}
-    pieces = list(generator.stream(prompt, stop=["\u0123\u0124\u0125"], **how))
+    asked = GenerationRequest(20, WARM, stop=["\u0123\u0124\u0125"])
+    pieces = list(generator.stream(prompt, asked))
     assert "".join(pieces) == whole.text
     assert len(pieces) > 10

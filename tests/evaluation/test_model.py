@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from overland.apps.convert.formats import open_any
-from overland.apps.evaluation.model import find_run, open_model
+from overland.apps.evaluation.main import open_model
+from overland.apps.evaluation.model import find_run
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.format import marker
 from overland.config.errors import ConfigError

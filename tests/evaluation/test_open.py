@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from overland.apps.convert import convert
 from overland.apps.convert.formats import Options
-from overland.apps.evaluation.main import generate
-from overland.apps.evaluation.model import open_model
+from overland.apps.evaluation.main import generate, open_model
 from overland.config.schema import Model
 from overland.errors import CheckpointError, DataError, ModelError
 from overland.models.registry import build_model, model_config, read_hf_config

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore, compare, plant
 from overland.apps.proofs.pool import RankPool
-from overland.errors import DataError, ModelError
+from overland.errors import ModelError
 from overland.models import DecoderConfig, build_model
 from overland.models.decoder import Decoder
 from overland.models.init import init_weights
@@ -181,15 +181,7 @@ def test_a_batch_that_does_not_fit_is_halved() -> None:
     assert found.keys() == scores(ContinuationScorer(model, max_length=64), requests).keys()
 
 
-def test_what_has_no_score_is_refused() -> None:
-    scorer = ContinuationScorer(tiny(), max_length=4)
-    for request, words in (
-        (([], [1]), "empty context cannot be scored"),
-        (([1], []), "empty continuation cannot be scored"),
-        (([1], [1, 2, 3, 4, 5]), "--context"),
-    ):
-        with pytest.raises(DataError, match=words):
-            list(scorer.score([request]))
+def test_a_broken_model_has_no_scores() -> None:
     broken = tiny()
     assert broken.lm_head is not None
     with torch.no_grad():

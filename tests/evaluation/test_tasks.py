@@ -19,16 +19,17 @@ from overland.apps.evaluation.evaluate import EvaluationRequest, open_session
 from overland.apps.evaluation.results import Kept
 from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore
 from overland.apps.evaluation.task_data import local_files, task_names
-from overland.apps.evaluation.task_index import open_manager
 from overland.apps.evaluation.task_run import (
+    TaskOptions,
     TaskSettings,
     by_task,
     no_network,
+    open_manager,
     run_harness,
     scores_of,
     task_errors,
 )
-from overland.apps.evaluation.tasks import AskedTasks, TaskRanks, crew_of, evaluate_tasks, key_of
+from overland.apps.evaluation.tasks import TaskRanks, crew_of, evaluate_tasks, key_of
 from overland.apps.proofs.pool import RankPool, clean_processes
 from overland.data.tokenizer import Tokenizer
 from overland.errors import ClusterError, DataError, ModelError, OverlandError
@@ -236,12 +237,10 @@ def evaluated(
     said: list[str] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    asked = EvaluationRequest(model, output=output, batch_size=batch_size)
+    asked = EvaluationRequest(model, output=output, datasets=output, batch_size=batch_size)
     report = said.append if said is not None else lambda message: None
     session = open_session(asked, world, torch.device("cpu"), report)
-    wanted = AskedTasks(
-        names=names, root=output, include_path=str(definitions), bootstrap=0, **settings
-    )
+    wanted = TaskOptions(tasks=names, include_path=str(definitions), bootstrap=0, **settings)
     return evaluate_tasks(session, wanted)
 
 
@@ -429,7 +428,7 @@ def test_data_and_functions_of_definitions_are_part_of_what_a_result_is_known_by
 
 
 def test_nothing_is_computed_twice(model: Path) -> None:
-    from overland.apps.evaluation.model import open_model
+    from overland.apps.evaluation.main import open_model
 
     opened = open_model(model, device="cpu")
     pairs: list[Pair] = [([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([1, 2, 3], [4])]
@@ -506,7 +505,7 @@ def test_a_place_that_cannot_be_written_to_is_told_and_the_result_is_there(
     said: list[str] = []
     asked = EvaluationRequest(model, output=tmp_path / "out", limit=2)
     session = open_session(asked, World(), torch.device("cpu"), said.append)
-    wanted = AskedTasks(names=("own_schema",), root=tmp_path, include_path=str(definitions))
+    wanted = TaskOptions(tasks=("own_schema",), include_path=str(definitions))
     record = evaluate_tasks(session, wanted)
     assert record["kept"] is None
     assert record["scores"][0]["documents"] == 2

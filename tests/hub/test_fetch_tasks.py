@@ -12,9 +12,14 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from overland.apps.evaluation import task_data
-from overland.apps.evaluation.task_data import TaskData, data_of, fetched, needs_of, task_names
-from overland.apps.evaluation.task_index import kept_index, matching, open_manager
-from overland.apps.evaluation.task_run import load_tasks
+from overland.apps.evaluation.task_data import TaskData, data_of, fetched, task_names
+from overland.apps.evaluation.task_run import (
+    kept_index,
+    load_tasks,
+    matching,
+    needs_of,
+    open_manager,
+)
 from overland.cli.main import app
 from overland.errors import DataError
 from tests.hub.server import Hub
@@ -257,7 +262,6 @@ def test_the_index_is_kept_until_a_definition_changes(
 
 
 def test_groups_in_groups_are_expanded(tasks: Path) -> None:
-    manager = open_manager(("all_quiz",), tasks)
-    needs = needs_of(manager, matching(manager, ["all_quiz", "plain"]))
+    needs = needs_of(["all_quiz", "plain"], tasks)
     names = [name for some in needs.datasets.values() for name in some]
     assert sorted(names) == ["plain", "quiz_easy", "quiz_hard"]

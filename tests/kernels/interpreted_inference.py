@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from overland.apps.evaluation.kernels import triton_cached_attention, triton_inference
-from overland.apps.evaluation.kernels.cached_attention import Heads, attend_plain, begin_plain
-from overland.apps.evaluation.kernels.inference import add_norm_plain, silu_times_plain
+from overland.apps.evaluation.kernels.layers import (
+    Heads,
+    add_norm_plain,
+    attend_plain,
+    begin_plain,
+    silu_times_plain,
+)
 
 
 @pytest.mark.parametrize(

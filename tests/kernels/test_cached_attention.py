@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overland.apps.evaluation.kernels.cached_attention import cached_attention
+from overland.apps.evaluation.kernels.layers import cached_attention
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 64])

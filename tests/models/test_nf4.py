@@ -15,7 +15,7 @@ from overland.apps.convert import convert
 from overland.apps.convert.formats import open_any
 from overland.apps.convert.verify import model_with_weights
 from overland.apps.evaluation import model as evaluation
-from overland.apps.evaluation.model import open_model
+from overland.apps.evaluation.main import open_model
 from overland.apps.proofs.layouts import WAYS, parse
 from overland.apps.proofs.pool import RankPool
 from overland.checks import load_checked

@@ -13,7 +13,7 @@ from torch import nn
 
 from overland.apps.check.rehearsal import require_start
 from overland.apps.convert.convert import convert
-from overland.apps.evaluation.model import open_model
+from overland.apps.evaluation.main import open_model
 from overland.apps.proofs.pool import RankPool
 from overland.checks import check_config
 from overland.config.errors import ConfigError

@@ -105,7 +105,7 @@ def test_an_error_of_ours_shows_its_trace_and_a_reader_that_has_left_does_not(
     server: ReportServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for error in (BrokenPipeError("gone"), RuntimeError("ours")):
-        monkeypatch.setattr(server.live, "page", Mock(side_effect=error))
+        monkeypatch.setattr(server.live, "newest", Mock(side_effect=error))
         with pytest.raises(http.client.RemoteDisconnected):
             ask(server)
     said = capsys.readouterr().err

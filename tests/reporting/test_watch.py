@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from overland.apps.watch import queue as slurm_queue
 from overland.apps.watch import watch as watching
-from overland.apps.watch.queue import Queue, QueuedJob
 from overland.apps.watch.view import draw, finished_words
-from overland.apps.watch.watch import RunStatus, Watch
+from overland.apps.watch.watch import Queue, QueuedJob, RunStatus, Watch
 from overland.config.schema import Job
 from overland.errors import NoRun
 from overland.processes import this_process
@@ -38,7 +36,7 @@ RUNNING = QueuedJob("7", "RUNNING", "1:00:00", "None", "2026-01-01T00:00:00")
 PENDING = QueuedJob("8", "PENDING", "2:00:00", "Dependency", "N/A")
 
 
-real_squeue = slurm_queue.queued
+real_squeue = watching.queued
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +46,7 @@ def now_and_without_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_queue(monkeypatch: pytest.MonkeyPatch, jobs: list[QueuedJob] | None) -> None:
-    monkeypatch.setattr(slurm_queue, "queued", lambda which: jobs)
+    monkeypatch.setattr(watching, "queued", lambda which: jobs)
 
 
 def look(run: Path) -> RunStatus:
@@ -312,7 +310,7 @@ def test_a_chain_that_was_only_submitted(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / f"submit/{number}.sh").write_text(f"#SBATCH --job-name=llama-{number}\n")
     (tmp_path / "submit/10.toml").write_text("[training]\nsteps = 70\n")
     asked = []
-    monkeypatch.setattr(slurm_queue, "queued", lambda which: asked.append(which) or [PENDING])
+    monkeypatch.setattr(watching, "queued", lambda which: asked.append(which) or [PENDING])
     seen = look(tmp_path)
     assert asked == ["--name=llama-10"]
     assert (seen.state, seen.step, seen.steps) == ("waiting", 0, 70)
@@ -364,7 +362,7 @@ def test_a_run_is_followed_while_it_grows(tmp_path: Path) -> None:
 
 
 def fake_squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(slurm_queue, "queued", real_squeue)
+    monkeypatch.setattr(watching, "queued", real_squeue)
     (folder / "squeue").write_text(f"#!/bin/bash\n{script}\n")
     (folder / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -381,16 +379,16 @@ def test_jobs_are_read_from_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [job.id for job in queue.jobs] == ["9", "10"]
     assert [job.runs for job in queue.jobs] == [True, False]
     fake_squeue(tmp_path, monkeypatch, "echo 'Invalid job id specified' >&2; exit 1")
-    assert slurm_queue.queued("--jobs=1") == []
+    assert watching.queued("--jobs=1") == []
     fake_squeue(tmp_path, monkeypatch, "echo 'Unable to contact controller' >&2; exit 1")
-    assert slurm_queue.queued("--jobs=1") is None
+    assert watching.queued("--jobs=1") is None
 
 
 def test_a_squeue_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_squeue(tmp_path, monkeypatch, "exec sleep 100")
-    monkeypatch.setattr(slurm_queue, "ANSWER_SECONDS", 3.0)
+    monkeypatch.setattr(watching, "ANSWER_SECONDS", 3.0)
     run = make_run(tmp_path / "run", done=5)
     set_live(run)
     watched = Watch(run)

@@ -6,16 +6,23 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from overland.apps.console.bar import Status, StepTimes, draw, line_of, others, smoothed, sparkline
-from overland.apps.console.closing import next_commands
+from overland.apps.console.bar import (
+    StepTimes,
+    draw,
+    in_words,
+    line_of,
+    others,
+    smoothed,
+    sparkline,
+)
 from overland.apps.console.screen import Screen
+from overland.apps.console.show import next_commands
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
 from overland.world import World
@@ -51,20 +58,11 @@ def test_the_next_command_trains_longer_than_what_is_done(tmp_path: Path) -> Non
 
 
 WIDTHS = (40, 80, 120, 200)
-STATUS = Status(
-    step=1234,
-    steps=100_000,
-    epoch=0.5,
-    loss=3.21,
-    losses=[4.0, 3.5, 3.2, 3.1],
-    lr=2e-3,
-    grad_norm=0.5,
-    speed="21,809 tok/s",
-    mfu=0.41,
-    memory_gib=12.3,
-    elapsed=75,
-    left=3 * 3600,
-)
+COLUMNS = {"step": "1,234/100,000", "speed": "21,809 tok/s"} | in_words(
+    {"epoch": 0.5, "loss": 3.21, "lr": 2e-3, "grad_norm": 0.5, "mfu": 0.41, "memory_gib": 12.3,
+     "elapsed": 75, "left": 3 * 3600}
+)  # fmt: skip
+LOSSES = [4.0, 3.5, 3.2, 3.1]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_a_line_is_drawn_on_a_terminal_of_ones_own(
 
 
 def test_the_line_is_as_wide_as_the_terminal_and_drops_what_matters_least() -> None:
-    drawn = {width: draw(STATUS, width).plain for width in WIDTHS}
+    drawn = {width: draw(COLUMNS, 0.01, LOSSES, width).plain for width in WIDTHS}
     assert [len(line) for line in drawn.values()] == list(WIDTHS)
     assert drawn[40].split() == ["1,234/100,000", "loss~3.2100", "3:00:00", "left"]
     words = ["epoch 0.50", "loss~3.2100", "█▄▂▁", "lr 2.00e-03", "grad 0.50", "21,809 tok/s",
@@ -108,16 +106,16 @@ def test_the_line_is_as_wide_as_the_terminal_and_drops_what_matters_least() -> N
 
 
 def test_what_is_waited_for_takes_the_place_of_the_bar() -> None:
-    waiting = replace(STATUS, doing="validating")
+    waiting = COLUMNS | {"doing": "validating"}
     for width in WIDTHS:
-        line = draw(waiting, width).plain
+        line = draw(waiting, 0.01, LOSSES, width).plain
         assert line.startswith("validating  ")
         assert "━" not in line
-    assert len(draw(replace(STATUS, doing="x" * 300), 80).plain) <= 80
+    assert len(draw(COLUMNS | {"doing": "x" * 300}, 0.01, LOSSES, 80).plain) <= 80
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:
-    draw(STATUS, 200, is_ascii=True).plain.encode("ascii")
+    draw(COLUMNS, 0.01, LOSSES, 200, is_ascii=True).plain.encode("ascii")
 
 
 def test_a_sparkline_shows_the_course_of_a_loss() -> None:

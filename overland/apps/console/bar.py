@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rich.text import Text
@@ -25,6 +24,25 @@ from overland.world.heartbeat import Phase
 RECENT = 100  # logged losses in the sparkline
 PATIENCE_SECONDS = 1.0  # in one phase, before the bar gives way to a description of it
 USUAL = (Phase.COMPUTING, Phase.REPORTING)
+GAP = 2
+SHORTEST_BAR, SHORTEST_SPARKLINE, LONGEST_SPARKLINE = 8, 8, 24
+LEVELS = "▁▂▃▄▅▆▇█"
+# In order of importance: the last ones are dropped first.
+KEPT = ("doing", "step", "loss", "left", "sparkline", "speed", "bar", "elapsed", "lr", "grad_norm",
+        "mfu", "memory_gib", "epoch", "others")  # fmt: skip
+SHOWN = ("doing", "bar", "step", "epoch", "loss", "sparkline", "lr", "grad_norm", "speed", "mfu",
+         "memory_gib", "others", "elapsed", "left")  # fmt: skip
+FORMS: dict[str, Callable[[float], str]] = {
+    "epoch": "epoch {:.2f}".format,
+    "loss": lambda loss: f"loss~{loss:.4f}" if loss < 1e4 else f"loss {loss:.4g}",
+    "lr": "lr {:.2e}".format,
+    "grad_norm": "grad {:.2f}".format,
+    "mfu": "MFU {:.1%}".format,
+    "memory_gib": "{:.1f} GiB".format,
+    "elapsed": clock,
+    "left": lambda seconds: f"{clock(seconds)} left",
+}
+COLORS = {"doing": "cyan", "step": "green", "sparkline": "cyan", "left": "cyan"}
 
 
 class Console(Callback):
@@ -87,25 +105,22 @@ class Console(Callback):
         return self.bar(width)
 
     def bar(self, width: int, is_over: bool = False) -> Text:
-        run, record = self.run, self.record
-        progress, losses = run.progress, [loss for _, loss in self.losses]
-        status = Status(
-            step=progress.step,
-            steps=run.config.training.steps,
-            doing="" if is_over else self._doing(),
-            epoch=self.epoch,
-            loss=smoothed(losses),
-            losses=losses,
-            lr=record.get("lr"),
-            grad_norm=record.get("grad_norm"),
-            speed=speed(record, run.world.size > 1),
-            mfu=record.get("mfu"),
-            memory_gib=record.get("memory_gib"),
-            elapsed=self.pace.elapsed,
-            left=None if is_over else self.pace.left(run.config.training.steps),
-            others=others(record),
-        )
-        return draw(status, width, self.screen.is_ascii)
+        step, steps = self.run.progress.step, self.run.config.training.steps
+        losses = [loss for _, loss in self.losses]
+        numbers = {
+            **self.record,
+            "epoch": self.epoch,
+            "loss": smoothed(losses),
+            "elapsed": self.pace.elapsed,
+            "left": None if is_over else self.pace.left(steps),
+        }
+        columns = {
+            "doing": "" if is_over else self._doing(),
+            "step": f"{step:,}/{steps:,}",
+            "speed": speed(self.record, self.run.world.size > 1),
+            "others": others(self.record).strip(),
+        } | in_words(numbers)
+        return draw(columns, step / max(1, steps), losses, width, self.screen.is_ascii)
 
     def _doing(self) -> str:
         """Returns what the run is waiting for if that takes long; it is shown in place of the
@@ -207,88 +222,51 @@ def others(record: Record) -> str:
     return "".join(f"  {name} {record[name]:.4g}" for name in shown)
 
 
-GAP = 2
-SHORTEST_BAR, SHORTEST_SPARKLINE, LONGEST_SPARKLINE = 8, 8, 24
-LEVELS = "▁▂▃▄▅▆▇█"
-# In order of importance: the last ones are dropped first.
-KEPT = ("doing", "step", "loss", "left", "sparkline", "speed", "bar", "elapsed", "lr", "grad",
-        "mfu", "memory", "epoch", "others")  # fmt: skip
-SHOWN = ("doing", "bar", "step", "epoch", "loss", "sparkline", "lr", "grad", "speed", "mfu",
-         "memory", "others", "elapsed", "left")  # fmt: skip
-COLORS = {"doing": "cyan", "step": "green", "sparkline": "cyan", "left": "cyan"}
+def in_words(numbers: Mapping[str, float | None]) -> dict[str, str]:
+    """Returns what the line says of each number that it shows and that is known."""
+    known = {name: one for name in FORMS if (one := numbers.get(name)) is not None}
+    return {name: FORMS[name](one) for name, one in known.items()}
 
 
-@dataclass
-class Status:
-    """What is known about a run so far; None for what is not known yet."""
-
-    step: int
-    steps: int
-    doing: str = ""
-    """What the run is waiting for, if it is not simply training."""
-    epoch: float | None = None
-    loss: float | None = None
-    losses: Sequence[float] = field(default_factory=list)
-    """Recent losses, for the sparkline."""
-    lr: float | None = None
-    grad_norm: float | None = None
-    speed: str = ""
-    mfu: float | None = None
-    memory_gib: float | None = None
-    elapsed: float | None = None
-    left: float | None = None
-    others: str = ""
-
-
-def draw(status: Status, width: int, is_ascii: bool = False) -> Text:
-    """Returns one line of `width` cells with the columns that fit, chosen in the order of `KEPT`;
-    the bar fills the remaining space."""
-    columns = {name: text for name, text in _columns(status, is_ascii).items() if text}
+def draw(
+    columns: Mapping[str, str],
+    share: float,
+    losses: Sequence[float],
+    width: int,
+    is_ascii: bool = False,
+) -> Text:
+    """Returns one line of `width` cells with the columns that fit, chosen in the order of `KEPT`.
+    The bar, which shows the share of steps done, fills the remaining space; what the run is `doing`
+    takes its place."""
+    texts = {
+        **columns,
+        "bar": "" if columns.get("doing") else " " * SHORTEST_BAR,
+        "sparkline": "" if is_ascii else sparkline(losses, SHORTEST_SPARKLINE),
+    }
     chosen: dict[str, str] = {}
     room = width + GAP
     for name in KEPT:
-        needed = len(columns.get(name, "")) + GAP
-        if name in columns and needed <= room:
-            chosen[name] = columns[name]
-            room -= needed
+        text = texts.get(name)
+        if text and len(text) + GAP <= room:
+            chosen[name] = text
+            room -= len(text) + GAP
     more = min(room // 3, LONGEST_SPARKLINE - SHORTEST_SPARKLINE)
     if "sparkline" in chosen and "bar" in chosen and more > 0:
-        longer = sparkline(status.losses, SHORTEST_SPARKLINE + more)
+        longer = sparkline(losses, SHORTEST_SPARKLINE + more)
         room -= len(longer) - len(chosen["sparkline"])
         chosen["sparkline"] = longer
-    line = Text(no_wrap=True, overflow="crop")
+    drawn = Text(no_wrap=True, overflow="crop")
     for name in SHOWN:
         if name not in chosen:
             continue
-        if line:
-            line.append(" " * GAP)
+        if drawn:
+            drawn.append(" " * GAP)
         if name == "bar":
-            share = min(1.0, status.step / max(1, status.steps))
-            line.append_text(_bar(share, SHORTEST_BAR + room, is_ascii))
+            drawn.append_text(_bar(min(1.0, share), SHORTEST_BAR + room, is_ascii))
         else:
-            line.append(chosen[name], style=COLORS.get(name, ""))
-    line.truncate(width)
-    return line
-
-
-def _columns(status: Status, is_ascii: bool) -> dict[str, str]:
-    loss = status.loss
-    return {
-        "doing": status.doing,
-        "bar": " " * SHORTEST_BAR if not status.doing else "",
-        "step": f"{status.step:,}/{status.steps:,}",
-        "epoch": "" if status.epoch is None else f"epoch {status.epoch:.2f}",
-        "loss": "" if loss is None else f"loss~{loss:.4f}" if loss < 1e4 else f"loss {loss:.4g}",
-        "sparkline": "" if is_ascii else sparkline(status.losses, SHORTEST_SPARKLINE),
-        "lr": "" if status.lr is None else f"lr {status.lr:.2e}",
-        "grad": "" if status.grad_norm is None else f"grad {status.grad_norm:.2f}",
-        "speed": status.speed,
-        "mfu": "" if status.mfu is None else f"MFU {status.mfu:.1%}",
-        "memory": "" if status.memory_gib is None else f"{status.memory_gib:.1f} GiB",
-        "others": status.others.strip(),
-        "elapsed": "" if status.elapsed is None else clock(status.elapsed),
-        "left": "" if status.left is None else f"{clock(status.left)} left",
-    }
+            drawn.append(chosen[name], style=COLORS.get(name, ""))
+    drawn.truncate(width)
+    return drawn
 
 
 def _bar(share: float, width: int, is_ascii: bool) -> Text:

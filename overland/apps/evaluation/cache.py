@@ -6,8 +6,7 @@ own length. There are two kinds of forward pass:
 
 - prefill starts rows with plain causal attention over the padded prompts. Padding after the end of
   a row is not visible to its tokens, and is overwritten later.
-- decoding adds tokens to rows, each at its row's own length: one token per row in a step of
-  generation, or several for a text that is already known.
+- decoding adds a token to each row, at its row's own length.
 
 On GPUs shapes are static and lengths are values on the device, so a step is recorded as a CUDA
 graph. If possible, the decoder is run with a few fused kernels there (written_out.py).
@@ -24,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from overland.apps.evaluation.kernels.cached_attention import cached_attention
+from overland.apps.evaluation.kernels.layers import cached_attention
 from overland.apps.evaluation.written_out import Recorded, WrittenOut, can_write_out
 from overland.errors import OutOfMemoryError
-from overland.models.attention import Attention, Mask, Masks, visible_keys
+from overland.models.attention import Attention, Mask, Masks
 from overland.models.decoder import MLP, Decoder, Layer, SelfAttention
 from overland.words import size
 
@@ -68,22 +67,13 @@ class CachedAttention(nn.Module):
             assert mask.plain is not None
             out: Tensor = self.plain(q_BHSd, k_BKSd, v_BKSd, mask.plain)
             return out
-        num_new = q_BHSd.shape[2]
-        new_S = torch.arange(num_new, device=q_BHSd.device)
-        places_BS = mask.lengths_B[:, None] + new_S
-        rows_B1 = torch.arange(q_BHSd.shape[0], device=q_BHSd.device)[:, None]
-        k_BKTd[rows_B1, :, places_BS] = k_BKSd.transpose(1, 2)
-        v_BKTd[rows_B1, :, places_BS] = v_BKSd.transpose(1, 2)
+        rows_B = torch.arange(q_BHSd.shape[0], device=q_BHSd.device)
+        k_BKTd[rows_B, :, mask.lengths_B] = k_BKSd[:, :, 0]
+        v_BKTd[rows_B, :, mask.lengths_B] = v_BKSd[:, :, 0]
         k_BKTd, v_BKTd = k_BKTd[:, :, : mask.seen], v_BKTd[:, :, : mask.seen]
-        if num_new == 1:
-            seen_B = mask.lengths_B + 1
-            return cached_attention(q_BHSd[:, :, 0], k_BKTd, v_BKTd, seen_B, self.window)[
-                :, :, None
-            ]
-        keys_1T = torch.arange(k_BKTd.shape[2], device=q_BHSd.device)[None]
-        visible_BQK = visible_keys(places_BS, keys_1T, None, None, self.window)
-        out = self.plain(q_BHSd, k_BKTd, v_BKTd, Mask("dense", visible_BQK=visible_BQK))
-        return out
+        seen_B = mask.lengths_B + 1
+        out_BHd = cached_attention(q_BHSd[:, :, 0], k_BKTd, v_BKTd, seen_B, self.window)
+        return out_BHd[:, :, None]
 
 
 class CachedMasks(nn.Module):
@@ -109,7 +99,7 @@ class CachedMasks(nn.Module):
 
 
 class CachedDecoder:
-    """A decoder with a cache: rows are started with `start` and continued with `add`.
+    """A decoder with a cache: rows are started with `start` and continued with `step`.
 
     With `is_static` (GPUs) every step has the same shapes: all rows take part, over the whole
     cache.
@@ -122,7 +112,10 @@ class CachedDecoder:
         self.capacity = self.longest = 0
         self.written_out: WrittenOut | None = None
         self.recorded: Recorded | None = None
-        prepare_for_decoding(self.model)
+        # Until `release`, the model caches keys and values.
+        self.model.model.masks = CachedMasks(self.model.model.masks)  # type: ignore[assignment]
+        for layer in _layers(self.model):
+            layer.self_attn.core = CachedAttention(layer.window)  # type: ignore[assignment]
         weight = self.model.lm_head.weight  # type: ignore[union-attr]
         self.device, self.dtype = weight.device, weight.dtype
         self.lengths_B = torch.zeros(rows, dtype=torch.int64, device=self.device)
@@ -177,19 +170,7 @@ class CachedDecoder:
         if self.written_out is not None:
             return self.written_out.start(tokens_BS, rows, lengths_B - 1)
         begun = CachedPass(True, rows, lengths_B, tokens_BS.shape[1])
-        hidden_BSD = self._hidden(tokens_BS, None, begun)
-        here_B = torch.arange(len(tokens_BS), device=self.device)
-        return self.head(hidden_BSD[here_B, lengths_B - 1])
-
-    def add(self, tokens_BS: Tensor, longest: int) -> Tensor:
-        """Adds tokens to the first rows; returns hidden states. `longest` is an upper bound on the
-        new length of a row. Does not change `lengths_B`: the caller decides what counts."""
-        rows = slice(0, tokens_BS.shape[0])
-        lengths_B = self.lengths_B[rows]
-        new_S = torch.arange(tokens_BS.shape[1], device=self.device)
-        seen = self.capacity if self.is_static else longest
-        one = CachedPass(False, rows, lengths_B, seen)
-        return self._hidden(tokens_BS, lengths_B[:, None] + new_S, one)
+        return self._logits(tokens_BS, None, begun, lengths_B - 1)
 
     def step(self, tokens_B: Tensor) -> Tensor:
         """Adds a token to each row; returns the logits of the next token. If steps are recorded,
@@ -204,31 +185,31 @@ class CachedDecoder:
         return self.recorded(tokens_B)
 
     def _step(self, tokens_B: Tensor) -> Tensor:
+        rows = slice(0, len(tokens_B))
+        lengths_B = self.lengths_B[rows]
         if self.written_out is not None:
             logits_BV = self.written_out.step(tokens_B)
         else:
-            hidden_BSD = self.add(tokens_B[:, None], min(self.longest, self.capacity))
-            logits_BV = self.head(hidden_BSD[:, 0])
+            seen = self.capacity if self.is_static else min(self.longest, self.capacity)
+            one = CachedPass(False, rows, lengths_B, seen)
+            logits_BV = self._logits(tokens_B[:, None], lengths_B[:, None], one, 0)
         # Rows that have ended are still computed but ignored: they must stay within the cache.
-        self.lengths_B[: len(tokens_B)].add_(1).clamp_(max=self.capacity - 1)
+        lengths_B.add_(1).clamp_(max=self.capacity - 1)
         return logits_BV
 
-    def head(self, hidden: Tensor) -> Tensor:
-        assert self.model.lm_head is not None
-        logits: Tensor = self.model.lm_head(hidden)
-        return logits
-
-    def _hidden(self, tokens_BS: Tensor, positions_BS: Tensor | None, one: CachedPass) -> Tensor:
+    def _logits(
+        self,
+        tokens_BS: Tensor,
+        positions_BS: Tensor | None,
+        one: CachedPass,
+        place_B: Tensor | int,
+    ) -> Tensor:
+        """Returns the logits after the token at this place of each row."""
         cast(CachedMasks, self.model.model.masks).current = one
-        hidden_BSD: Tensor = self.model.model(tokens_BS, positions_BS)
-        return hidden_BSD
-
-
-def prepare_for_decoding(model: Decoder) -> None:
-    """Modifies a model in place so that it caches keys and values; `release` undoes it."""
-    model.model.masks = CachedMasks(model.model.masks)  # type: ignore[assignment]
-    for layer in _layers(model):
-        layer.self_attn.core = CachedAttention(layer.window)  # type: ignore[assignment]
+        hidden_BSD = self.model.model(tokens_BS, positions_BS)
+        rows_B = torch.arange(len(tokens_BS), device=self.device)
+        logits_BV: Tensor = self.model.lm_head(hidden_BSD[rows_B, place_B])  # type: ignore[misc]
+        return logits_BV
 
 
 def release(model: Decoder) -> None:

@@ -3,11 +3,12 @@ template of its tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from overland.apps.evaluation.generate import Completion, Generator
+from overland.apps.evaluation.generate import Completion, GenerationRequest, Generator
 from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.prompts import Prompt, encode_prompt
 from overland.apps.evaluation.sampling import Sampling
@@ -51,16 +52,17 @@ def ends_of(opened: OpenModel) -> tuple[int, ...]:
     return opened.end_ids if end is None else tuple(dict.fromkeys([*opened.end_ids, end]))
 
 
+@dataclass(frozen=True)
 class Asking:
     """A model with the settings used to prompt it."""
 
-    def __init__(
-        self, opened: OpenModel, sampling: Sampling, num_tokens: int, stop: Sequence[str],
-        chat: bool, system: str | None, parse_specials: bool = True,
-    ) -> None:  # fmt: skip
-        self.opened, self.sampling, self.num_tokens = opened, sampling, num_tokens
-        self.stop, self.chat, self.system = stop, chat, system
-        self.parse_specials = parse_specials
+    opened: OpenModel
+    sampling: Sampling
+    num_tokens: int
+    stop: Sequence[str] = ()
+    chat: bool = False
+    system: str | None = None
+    parse_specials: bool = True
 
     def answers(
         self, prompts: Sequence[Prompt], batch_size: int, done: Done = lambda count: None,
@@ -72,19 +74,16 @@ class Asking:
             return
         ids = [self.encoded(prompt) for prompt in prompts]
         length = max(map(len, ids)) + self.num_tokens
-        generator = Generator(self.opened, batch_size=min(batch_size, len(ids)), length=length)
-        try:
+        size, wanted = min(batch_size, len(ids)), self.request(self.end_ids(prompts))
+        with closing(Generator(self.opened, batch_size=size, length=length)) as generator:
             made(generator)
             generator.check(ids)
-            at_once = AT_ONCE * generator.batch_size
+            at_once = AT_ONCE * size
             for first in range(0, len(ids), at_once):
-                yield from generator.generate(
-                    ids[first : first + at_once], max_new_tokens=self.num_tokens,
-                    sampling=self.sampling, end_ids=self.end_ids(prompts), stop=self.stop,
-                    first=first, done=done,
-                )  # fmt: skip
-        finally:
-            generator.close()
+                yield from generator.generate(ids[first : first + at_once], wanted, first, done)
+
+    def request(self, end_ids: Sequence[int]) -> GenerationRequest:
+        return GenerationRequest(self.num_tokens, self.sampling, end_ids, self.stop)
 
     def encoded(self, prompt: Prompt) -> list[int]:
         if not self.chat and not prompt.messages:
@@ -104,12 +103,8 @@ class Asking:
 class ChatSession:
     """A conversation so far, with the settings for generating answers."""
 
-    opened: OpenModel
+    asking: Asking
     generator: Generator
-    num_tokens: int
-    sampling: Sampling
-    stop: Collection[str] = ()
-    system: str | None = None
     note: Callable[[str], None] = lambda text: None
     turns: list[Message] = field(default_factory=list)
     answer: Completion | None = None
@@ -119,18 +114,13 @@ class ChatSession:
         """Yields the answer piece by piece, and adds question and answer to the conversation. An
         interrupted answer is kept as far as it got."""
         begun = len(self.turns) // 2
-        self.turns += turns_of(question, self.system if not self.turns else None)
+        self.turns += turns_of(question, self.asking.system if not self.turns else None)
         said: list[str] = []
         self.answer = None
         try:
+            wanted = self.asking.request(ends_of(self.asking.opened))
             pieces = self.generator.stream(
-                self._prompt(),
-                max_new_tokens=self.num_tokens,
-                sampling=self.sampling,
-                end_ids=ends_of(self.opened),
-                stop=tuple(self.stop),
-                number=begun,
-                ended=lambda one: setattr(self, "answer", one),
+                self._prompt(), wanted, begun, lambda one: setattr(self, "answer", one)
             )
             for piece in pieces:
                 said.append(piece)
@@ -148,13 +138,13 @@ class ChatSession:
 
     def _prompt(self) -> list[int]:
         """Returns the ids of the conversation, without its first turns if it is too long."""
-        ids = prompt_of(self.opened, self.turns)
+        ids = prompt_of(self.asking.opened, self.turns)
         first = 1 if self.turns[0]["role"] == "system" else 0
         left_out = 0
         while len(ids) >= self.generator.length and len(self.turns) - first > 2:
             del self.turns[first : first + 2]
             left_out += 2
-            ids = prompt_of(self.opened, self.turns)
+            ids = prompt_of(self.asking.opened, self.turns)
         if left_out:
             self.note(
                 f"the model's context is {self.generator.length:,} tokens: the first {left_out} "

@@ -93,11 +93,9 @@ class EvaluationRequest:
     shard: bool = False
     tensor_parallel: int = 1
     output: Path | None = None
+    datasets: Path | None = None
+    """Where the tasks' datasets are."""
     again: bool = False
-
-    def place(self, found: Found) -> Path:
-        """Returns the folder where results are saved."""
-        return place_of(found.path, find_run(found.path)[0], self.output)
 
 
 @dataclass(frozen=True)
@@ -121,6 +119,38 @@ class EvaluationSession:
         if self.world.size == 1:
             return mine
         return [one for some in all_of(mine if self.ranks.leads else []) for one in some]
+
+    def mark_of_weights(self) -> str:
+        return mark_of_weights(self.found.path, self.asked.base or base_of(self.found.path))
+
+    def kept(self, kind: str, name: str, key: list[Any]) -> Kept:
+        """Returns the place of a result. `key`: everything that affects it."""
+        path = self.found.path
+        place = place_of(path, find_run(path)[0], self.asked.output)
+        return Kept(place, kind, name, key, self.report, self.asked.again)
+
+    def record(
+        self,
+        kind: str,
+        name: str,
+        numbers: Record,
+        settings: Any,
+        started: float,
+        *packages: str,
+    ) -> Record:
+        """Returns a result: its numbers, of which model they are, and how they were computed."""
+        return {
+            "kind": kind,
+            "name": name,
+            "model": str(self.found.path),
+            "step": self.found.step,
+            **numbers,
+            "settings": asdict(settings),
+            "ranks": self.world.size,
+            "seconds": round(time.monotonic() - started, 3),
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": versions(*packages),
+        }
 
 
 def open_session(
@@ -185,16 +215,15 @@ def settings_of(session: EvaluationSession) -> Settings:
 def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Settings) -> Record:
     """Returns the perplexity on a dataset: from a saved result, resumed, or computed."""
     asked, found = session.asked, session.found
-    base = asked.base or base_of(found.path)
-    marks, weights = session.once(lambda: (one.source.marks(), mark_of_weights(found.path, base)))
+    marks, weights = session.once(lambda: (one.source.marks(), session.mark_of_weights()))
     if asked.prefix in ("bos", "eos") and not one.takes_prefix:
         raise DataError(
             f"--prefix {asked.prefix} has no effect on {one.name}, which has token ids: they are "
             "scored as they are"
         )
     key = [weights, one.fingerprint(marks), found.tokenizer.fingerprint, asdict(settings)]
-    kept = Kept(asked.place(found), KIND, one.name, key, session.report)
-    before, done = session.once(partial(_kept_before, kept, asked.again, session.report))
+    kept = session.kept(KIND, one.name, key)
+    before, done = session.once(partial(_kept_before, kept, session.report))
     if before is not None:
         return before
     one.require_tokenizer(found.tokenizer)
@@ -224,32 +253,16 @@ def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Setti
     session.once(partial(one.require_unchanged, marks))
     may_prefix = asked.prefix == "auto" and settings.prefix is None and one.takes_prefix
     require_some(sums, one.name, may_prefix)
-    record = {
-        "kind": KIND,
-        "name": one.name,
+    numbers = {
         "data": str(one.source.place),
-        "model": str(found.path),
-        "step": found.step,
         **figures(sums),
         **{name: value for name, value in asdict(sums).items() if name != "loss"},
         "summed_loss": sums.loss,
         "skipped_documents": one.source.num_bad,
         "takes_prefix": one.takes_prefix,
-        **how(session, settings, started),
     }
-    path = session.once(partial(kept.finish, record))
-    return {**record, "key": kept.key, "kept": None if path is None else str(path)}
-
-
-def how(session: EvaluationSession, settings: Any, started: float, *packages: str) -> Record:
-    """Returns how a result was computed, for its record."""
-    return {
-        "settings": asdict(settings),
-        "ranks": session.world.size,
-        "seconds": round(time.monotonic() - started, 3),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(*packages),
-    }
+    record = session.record(KIND, one.name, numbers, settings, started)
+    return session.once(partial(kept.finish, record))
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -257,12 +270,11 @@ def versions(*packages: str) -> dict[str, str]:
     return own | {name: version(name) for name in packages}
 
 
-def _kept_before(kept: Kept, again: bool, report: Report) -> tuple[Record | None, list[Done]]:
+def _kept_before(kept: Kept, report: Report) -> tuple[Record | None, list[Done]]:
     """Returns the saved result, or the parts that are already done."""
-    if not again and (before := kept.result()) is not None:
+    if (before := kept.result()) is not None:
         return before, []
-    records = [] if again else kept.done()
-    done = [one for one in map(Done.from_json, records) if one is not None]
+    done = [one for one in map(Done.from_json, kept.done()) if one is not None]
     if done:
         report(f"resuming: {len({one.part for one in done}):,} parts are already done")
     elif left := kept.left_over():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol, cast
 
@@ -22,13 +22,17 @@ from torch import Tensor
 
 from overland.apps.evaluation.cache import CachedDecoder, can_cache, release
 from overland.apps.evaluation.model import OpenModel
-from overland.apps.evaluation.sampling import BROKEN, Sampling, choose, row_keys
+from overland.apps.evaluation.sampling import BROKEN, GREEDY, Sampling, choose, row_keys
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError, ModelError
 from overland.models.decoder import Decoder
 
 Logits = Callable[..., Tensor]
 Done = Callable[[int], None]
+HALF = "\ufffd"  # how bytes are shown that are not (yet) a character
+MOST_BYTES = 4  # in a character
+CONTEXT = 4  # preceding tokens, which decide whether a space comes in between
+LONGEST = 64  # tokens decoded at once; if more of them form no character, they are garbage
 
 
 class Reason(StrEnum):
@@ -48,6 +52,16 @@ class Completion:
     ids: tuple[int, ...]
     text: str
     reason: Reason
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """How texts are generated, and what ends them."""
+
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    end_ids: Collection[int] = ()
+    stop: Sequence[str] = ()
 
 
 class StepModel(Protocol):
@@ -90,18 +104,14 @@ class Generator:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        sampling: Sampling,
-        end_ids: Collection[int],
-        stop: Sequence[str] = (),
+        asked: GenerationRequest,
         first: int = 0,
         done: Done = lambda count: None,
     ) -> list[Completion]:
         """Completes all prompts, batching those of similar length. `first` is the number of the
         first prompt, which sampling depends on; `done` is called with the number of newly completed
         prompts."""
-        asked = self._asked(max_new_tokens, sampling, end_ids, stop)
+        asked = self._without_specials(asked)
         rows = [self._row(prompt, first + i, asked) for i, prompt in enumerate(prompts)]
         order = sorted(rows, key=lambda row: -len(row.prompt))
         for start in range(0, len(order), self.batch_size):
@@ -114,16 +124,12 @@ class Generator:
     def stream(
         self,
         prompt: Sequence[int],
-        *,
-        max_new_tokens: int,
-        sampling: Sampling,
-        end_ids: Collection[int],
-        stop: Sequence[str] = (),
+        asked: GenerationRequest,
         number: int = 0,
         ended: Callable[[Completion], None] = lambda completion: None,
     ) -> Iterator[str]:
         """Yields the completion of one prompt piece by piece, then calls `ended` with all of it."""
-        asked = self._asked(max_new_tokens, sampling, end_ids, stop)
+        asked = self._without_specials(asked)
         row = self._row(prompt, number, asked)
         for _, piece in self._run([row], asked, is_watched=True):
             if piece:
@@ -135,17 +141,17 @@ class Generator:
         for number, prompt in enumerate(prompts):
             self._check(prompt, number)
 
-    def _asked(
-        self, max_new_tokens: int, sampling: Sampling, end_ids: Collection[int], stop: Sequence[str]
-    ) -> GenerationRequest:
-        if max_new_tokens < 1:
-            raise DataError(f"--num-tokens {max_new_tokens}: expected 1 or more")
-        if "" in stop:
+    def _without_specials(self, asked: GenerationRequest) -> GenerationRequest:
+        """Returns what is asked for with the ids of special tokens that end texts, of which they
+        are not part."""
+        if asked.max_new_tokens < 1:
+            raise DataError(f"--num-tokens {asked.max_new_tokens}: expected 1 or more")
+        if "" in asked.stop:
             raise DataError("--stop '' would end every text before it starts: omit it")
-        specials = self.tokenizer.specials  # they are not part of the text
-        ends = {*end_ids, *(specials[one] for one in stop if one in specials)}
-        texts = tuple(one for one in stop if one not in specials)
-        return GenerationRequest(max_new_tokens, sampling, frozenset(ends), texts)
+        specials = self.tokenizer.specials
+        ends = {*asked.end_ids, *(specials[one] for one in asked.stop if one in specials)}
+        texts = [one for one in asked.stop if one not in specials]
+        return replace(asked, end_ids=ends, stop=texts)
 
     def _row(self, prompt: Sequence[int], number: int, asked: GenerationRequest) -> GrowingText:
         self._check(prompt, number)
@@ -176,7 +182,7 @@ class Generator:
         steps_left = max(row.most for row in rows) - 1
         ahead = 1 if self.device.type == "cuda" else 0
         waiting = deque([batch.start(rows, asked.sampling)])
-        while waiting:
+        while waiting or steps_left > 0:
             if steps_left > 0 and len(waiting) <= ahead:
                 waiting.append(batch.step())
                 steps_left -= 1
@@ -187,17 +193,6 @@ class Generator:
                     yield row, row.take(token, is_watched)
             if all(row.reason is not None for row in rows):
                 return
-            if not waiting and steps_left > 0:
-                waiting.append(batch.step())
-                steps_left -= 1
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    max_new_tokens: int
-    sampling: Sampling
-    end_ids: frozenset[int]
-    stop: tuple[str, ...]
 
 
 @dataclass
@@ -267,7 +262,7 @@ class PromptBatch:
         self.tokens_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.keys_2B = torch.zeros(2, batch_size, dtype=torch.int64, device=device)
         self.seen_BV: Tensor | None = None
-        self.sampling, self.count = Sampling(), batch_size
+        self.sampling, self.count = GREEDY, batch_size
 
     @torch.no_grad()
     def start(self, given: Sequence[GrowingText], sampling: Sampling) -> Readback:
@@ -362,12 +357,6 @@ class PlainRows:
         logits_BSV = self.logits_of(self.tokens_BS[: self.count], **self.positions)
         last_B = self.lengths_B[: self.count] - 1
         return logits_BSV[torch.arange(self.count, device=last_B.device), last_B]
-
-
-HALF = "\ufffd"  # how bytes are shown that are not (yet) a character
-MOST_BYTES = 4  # in a character
-CONTEXT = 4  # preceding tokens, which decide whether a space comes in between
-LONGEST = 64  # tokens decoded at once; if more of them form no character, they are garbage
 
 
 class TextStream:

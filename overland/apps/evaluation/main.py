@@ -1,5 +1,5 @@
-"""The way in, for programs: `overland.evaluate` and `overland.generate`. Their arguments are also
-the options of `overland eval` and `overland generate`.
+"""The way in, for programs: `overland.evaluate`, `generate` and `load_model`. Their arguments are
+also the options of the commands `eval` and `generate`.
 
 Imports nothing heavy: a command checks its options before it starts ranks or loads a model.
 """
@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from overland.apps.progress import progress_bar
 from overland.arguments import (
     integer,
     integer_or_none,
@@ -23,8 +24,8 @@ from overland.arguments import (
     refused,
     texts,
 )
-from overland.errors import ArgumentError
-from overland.words import any_of, visible
+from overland.errors import ArgumentError, OutOfMemoryError
+from overland.words import any_of, size, visible
 from overland.world import World
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from overland.apps.evaluation.generate import Completion
     from overland.apps.evaluation.model import OpenModel
     from overland.apps.evaluation.results import Record, Report
-    from overland.apps.evaluation.tasks import AskedTasks
+    from overland.apps.evaluation.task_run import TaskOptions
 
 LIMITS: dict[str, int | tuple[str, ...]] = {
     "step": 0, "context": 2, "stride": 1, "limit": 1, "batch_size": 1, "num_fewshot": 0,
@@ -187,24 +188,21 @@ def evaluate_here(given: Mapping[str, Any], world: World, quiet: bool = False) -
         return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]
 
 
-def asked_tasks(given: Mapping[str, Any]) -> AskedTasks | None:
+def asked_tasks(given: Mapping[str, Any]) -> TaskOptions | None:
     """Returns the requested tasks, or None if there are none. Network access is disabled before
     libraries that could open connections are imported."""
     if not given["tasks"]:
         return None
-    from overland.apps.evaluation.task_data import task_names, tasks_root
-    from overland.apps.evaluation.task_run import no_network
+    from overland.apps.evaluation.task_data import task_names
+    from overland.apps.evaluation.task_run import TaskOptions, no_network
     from overland.plugins import need
 
     no_network()
     need("lm_eval", "--tasks", "eval")
-    from overland.apps.evaluation.tasks import AskedTasks
-
     alike = ("num_fewshot", "system", "gen_kwargs", "add_bos", "log_samples", "unsafe_code")
     include, usual = given["include_path"], "default" if given["apply_chat_template"] else None
-    return AskedTasks(
-        names=task_names(given["tasks"]),
-        root=given["datasets"] or tasks_root(),
+    return TaskOptions(
+        tasks=task_names(given["tasks"]),
         chat_template=given["chat_template"] or usual,
         multiturn=given["fewshot_as_multiturn"],
         include_path=None if include is None else str(include.absolute()),
@@ -214,7 +212,7 @@ def asked_tasks(given: Mapping[str, Any]) -> AskedTasks | None:
 
 def evaluate_one(
     asked: EvaluationRequest,
-    tasks: AskedTasks | None,
+    tasks: TaskOptions | None,
     world: World,
     device: torch.device,
     report: Report,
@@ -273,7 +271,7 @@ def generate(
     if system is not None and not chat:
         raise ArgumentError("system has no effect without chat=True: give both")
     from overland.apps.evaluation.chat import Asking
-    from overland.apps.evaluation.model import OpenModel, open_model
+    from overland.apps.evaluation.model import OpenModel
     from overland.apps.evaluation.prompts import Prompt, check_prompts
     from overland.apps.evaluation.sampling import Sampling
 
@@ -295,3 +293,65 @@ def generate(
         opened = open_model(path_of(opened, "model"), needs_tokenizer=True)
     asking = Asking(opened, sampling, num_tokens, stop, chat, system, parse_specials)
     return list(asking.answers(given, batch_size))
+
+
+def open_model(
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    config: str | Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    step: int | None = None,
+    needs_tokenizer: bool = False,
+) -> OpenModel:
+    """Opens the model at `path`, in eval mode, whole, on one device.
+
+    Args:
+        path: A run folder or one of its checkpoints, a Hugging Face folder, adapters, or a
+            checkpoint of any format that `overland convert` reads.
+        base: Base model of adapters, if they do not name it.
+        tokenizer: Tokenizer file or folder, if the path has none.
+        config: A config.json or its folder, if the path has none.
+        dtype: float32, bfloat16 or float16; default: float32 on a CPU, bfloat16 on a GPU.
+        device: cpu, cuda, cuda:1, …; default: the GPU if there is one.
+        step: Checkpoint of a run; default: the newest.
+        needs_tokenizer: Whether to refuse a model without a tokenizer here. Otherwise only what
+            needs one does, such as `generate`.
+    """
+    import torch
+
+    from overland.apps.evaluation.model import Given, OpenModel, device_of, dtype_of, find_model
+    from overland.models.init import cast_floats, init_buffers
+    from overland.models.structure import tie
+
+    place = device_of(device)
+    kind = dtype_of(dtype, place)
+    given = Given(
+        path_or_none(base, "base"),
+        path_or_none(tokenizer, "tokenizer"),
+        path_or_none(config, "config"),
+        integer_or_none(step, "step", least=0),
+        needs_tokenizer,
+    )
+    found = find_model(path_of(path, "path"), given)
+    with torch.device("meta"):
+        built = cast_floats(found.build(), kind)
+    total = sum(one.nbytes for one in built.parameters())
+    try:
+        built.to_empty(device=place)
+    except torch.OutOfMemoryError:
+        raise OutOfMemoryError(
+            f"{found.path} takes {size(total)} in {str(kind).removeprefix('torch.')}, but {place} "
+            "does not have that much free memory: free some, or use a narrower --dtype or "
+            "--device cpu"
+        ) from None
+    tie(built)
+    init_buffers(built, place)
+    with progress_bar("reading weights", "bytes", total) as bar:
+        found.weights.fill(built, moved=bar.advance)
+    return OpenModel(
+        built.eval(), found.tokenizer, found.config, found.context, found.path, found.step,
+        found.end_ids, kind, place,
+    )  # fmt: skip

@@ -2,8 +2,8 @@
 Hugging Face folder, adapters with their base, or any other format that `overland convert` reads.
 Nothing is converted on disk: weights go straight from their files into the model.
 
-`find_model` identifies the model at a path without reading weights; `open_model` builds it on one
-device. Callers that build it differently (on several ranks) use `Found` and call `fill` themselves.
+`find_model` identifies the model at a path without reading weights. Callers build it and fill it
+from its `weights`: `open_model` (main.py) on one device, `open_on_ranks` (ranks.py) on several.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overland.apps.convert.formats import LazyCheckpoint, open_any
 from overland.apps.convert.formats.files import (
@@ -26,15 +26,17 @@ from overland.apps.convert.formats.files import (
 )
 from overland.apps.convert.formats.hf import FILES, without_head
 from overland.apps.convert.formats.merge import densify, join, merge
-from overland.apps.convert.formats.overland import complete, result_of, step_of_export
+from overland.apps.convert.formats.overland import (
+    complete,
+    require_readable,
+    result_of,
+    step_of_export,
+)
 from overland.apps.convert.formats.peft import has_adapters
 from overland.apps.evaluation.results import base_of
-from overland.apps.evaluation.weights import FileWeights, RunWeights, Weights
-from overland.apps.progress import progress_bar
-from overland.arguments import integer_or_none, path_of, path_or_none
 from overland.checkpoint.folder import committed, step_of
-from overland.checkpoint.lazy import MODEL, Config, Lazy
-from overland.checkpoint.read import read_marker
+from overland.checkpoint.lazy import MODEL, Config, Lazy, Origin, counting
+from overland.checkpoint.read import fill, open_checkpoint, read_marker
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
@@ -42,18 +44,17 @@ from overland.config.schema import Checkpoint, Data, JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import tokenizer_of
 from overland.data.tokenizer_files import GENERATION, companions_in
-from overland.errors import CheckpointError, DataError, ModelError, OutOfMemoryError
+from overland.errors import CheckpointError, DataError, ModelError
+from overland.files import Moved, ignore
 from overland.models.build import build_undivided
 from overland.models.config import DecoderConfig
 from overland.models.flops import sample_fields
-from overland.models.init import (
-    cast_floats,
-    init_buffers,
-)
+from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
 from overland.models.registry import build_model, model_config, read_hf_config
-from overland.models.structure import tie
+from overland.models.structure import ties_of
+from overland.models.weights import load_hf
 from overland.run_folder import COMMITTED, CONFIG, TOKENIZER
-from overland.words import any_of, size
+from overland.words import any_of
 from overland.world.devices import device_type
 
 
@@ -104,63 +105,6 @@ class Given:
     """A config.json, or a folder with one."""
     step: int | None = None
     needs_tokenizer: bool = True
-
-
-def open_model(
-    path: str | Path,
-    *,
-    base: str | Path | None = None,
-    tokenizer: str | Path | None = None,
-    config: str | Path | None = None,
-    dtype: str | torch.dtype | None = None,
-    device: str | None = None,
-    step: int | None = None,
-    needs_tokenizer: bool = False,
-) -> OpenModel:
-    """Opens the model at `path`, in eval mode, whole, on one device.
-
-    Args:
-        path: A run folder or one of its checkpoints, a Hugging Face folder, adapters, or a
-            checkpoint of any format that `overland convert` reads.
-        base: The base model of adapters, if they do not name it.
-        tokenizer: A tokenizer file or folder, if `path` has none.
-        config: A config.json, or a folder with one, if the weights come without it.
-        dtype: float32, bfloat16 or float16, or torch's; default: float32 on a CPU, bfloat16 on a
-            GPU.
-        device: cpu, cuda, cuda:1, …; default: the GPU if there is one.
-        step: The checkpoint of a run; default: the newest.
-        needs_tokenizer: Whether to refuse a model without a tokenizer here. Otherwise only what
-            needs one does, such as `generate`.
-    """
-    place = device_of(device)
-    kind = dtype_of(dtype, place)
-    given = Given(
-        path_or_none(base, "base"),
-        path_or_none(tokenizer, "tokenizer"),
-        path_or_none(config, "config"),
-        integer_or_none(step, "step", least=0),
-        needs_tokenizer,
-    )
-    found = find_model(path_of(path, "path"), given)
-    with torch.device("meta"):
-        built = cast_floats(found.build(), kind)
-    total = sum(one.nbytes for one in built.parameters())
-    try:
-        built.to_empty(device=place)
-    except torch.OutOfMemoryError:
-        raise OutOfMemoryError(
-            f"{found.path} takes {size(total)} in {str(kind).removeprefix('torch.')}, but {place} "
-            "does not have that much free memory: free some, or use a narrower --dtype or "
-            "--device cpu"
-        ) from None
-    tie(built)
-    init_buffers(built, place)
-    with progress_bar("reading weights", "bytes", total) as bar:
-        found.weights.fill(built, moved=bar.advance)
-    return OpenModel(
-        built.eval(), found.tokenizer, found.config, found.context, found.path, found.step,
-        found.end_ids, kind, place,
-    )  # fmt: skip
 
 
 def find_model(path: Path, given: Given) -> Found:
@@ -433,3 +377,66 @@ def _end_ids(source: LazyCheckpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _end_of(tokenizer: Tokenizer) -> tuple[int, ...]:
     return (tokenizer.eos_id,) if tokenizer and tokenizer.eos_id is not None else ()
+
+
+class Weights(Protocol):
+    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
+        """Fills an allocated model, or the parts of it that are on this rank."""
+
+
+@dataclass(frozen=True)
+class RunWeights:
+    """Weights of a run's checkpoint. `base` is where to look for frozen weights that it omits."""
+
+    checkpoint: Path
+    base: Path | None = None
+
+    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
+        named = {plain_name(name): one.detach() for name, one in model.named_parameters()}
+        with open_checkpoint(self.checkpoint, moved) as saved:
+            require_readable(saved)
+            origin = Origin.from_json(saved.run)
+            if origin is not None:
+                folder = origin.find([self.base] if self.base is not None else [])
+                load_hf(model, folder, local_part, False, moved, only=origin.names)
+                named = {name: one for name, one in named.items() if name not in origin.names}
+            state = {MODEL + name: one for name, one in named.items()}
+            buffers = {MODEL + name: one for name, one in persistent_buffers(model).items()}
+            state |= {name: one for name, one in buffers.items() if name in saved.tensors}
+            fill(saved, state)
+
+
+@dataclass(frozen=True)
+class FileWeights:
+    """Weights in files of any format, with adapters merged."""
+
+    source: LazyCheckpoint
+
+    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
+        weights, ties = self.source.weights(), ties_of(model)
+        buffers = {n: b for n, b in persistent_buffers(model).items() if n in weights}
+        named = {plain_name(name): one for name, one in model.named_parameters()} | buffers
+        alike = {owner: tied for tied, owner in ties.items()}
+        with counting(moved), torch.no_grad():
+            for name, tensor in named.items():
+                owner = ties.get(name, name)
+                lazy = weights.get(owner) or weights.get(alike.get(owner, ""))
+                if lazy is None:
+                    raise CheckpointError(
+                        f"{self.source.folder} lacks {name}, which its config.json requires"
+                    )
+                _copy(lazy, name, tensor, local_part, self.source.folder)
+
+
+def _copy(lazy: Lazy, name: str, tensor: Tensor, local_part: LocalPart, folder: Path) -> None:
+    target, offsets, shape = local_part(tensor)
+    if lazy.shape != tuple(shape):
+        raise CheckpointError(
+            f"{folder} has {name} with shape {list(lazy.shape)}, but its config.json requires "
+            f"{list(shape)}"
+        )
+    if target.shape == tensor.shape:
+        target.copy_(lazy.load())
+    elif target.numel():
+        ends = (start + size for start, size in zip(offsets, target.shape, strict=True))
+        target.copy_(lazy.load_slice(tuple(map(slice, offsets, ends))))

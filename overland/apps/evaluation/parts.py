@@ -31,6 +31,10 @@ from overland.errors import DataError
 
 Span = tuple[int, int, int]
 """Start and end of a window, and the first prediction in it that counts."""
+LEAST_TOKENS = 2048  # in a part, since each finished part is written to disk
+WINDOWS = 16  # in a part, at least
+MOST_DOCUMENTS = 1024
+TOGETHER = 64  # documents that are tokenized at once if all are joined into one text
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,6 @@ def padded(rows: Sequence[WindowRow], multiple: int = 1) -> tuple[Ids, Ids]:
         tokens_BS[number, : len(row.tokens)] = row.tokens
         labels_BS[number, : len(row.labels)] = row.labels
     return tokens_BS, labels_BS
-
-
-LEAST_TOKENS = 2048  # in a part, since each finished part is written to disk
-WINDOWS = 16  # in a part, at least
-MOST_DOCUMENTS = 1024
-TOGETHER = 64  # documents that are tokenized at once if all are joined into one text
 
 
 @dataclass(frozen=True)
@@ -164,13 +162,9 @@ class Cutter:
 
     def _short(self, documents: list[Document]) -> EvaluationPart:
         def make() -> WindowRows:
-            rows: list[WindowRow] = []
             found = self._encode(documents)
-            for document, ids in zip(documents, found, strict=True):
-                windows = spans(len(ids), self.context, self.stride)
-                rows += self._rows(document, ids, list(windows))
-            unscored = sum(map(self._unscored, documents, found))
-            return WindowRows(rows, unscored, *self._measure(documents, found))
+            windows = (list(spans(len(ids), self.context, self.stride)) for ids in found)
+            return self._windows_of(documents, found, windows)
 
         return EvaluationPart(next(self._numbers), len(documents), make)
 
@@ -179,16 +173,28 @@ class Cutter:
         (ids,) = self._encode([document])
         windows = list(spans(len(ids), self.context, self.stride))
         for start in range(0, max(1, len(windows)), self.part_windows):
-            make = partial(self._part_of_long, document, ids, windows, start)
+            some = windows[start : start + self.part_windows]
+            make = partial(self._windows_of, [document], [ids], [some], start == 0)
             yield EvaluationPart(next(self._numbers), int(start == 0), make)
 
-    def _part_of_long(
-        self, document: Document, ids: Ids, windows: Sequence[Span], start: int
+    def _windows_of(
+        self,
+        documents: Sequence[Document],
+        found: Sequence[Ids],
+        windows: Iterable[Sequence[Span]],
+        is_start: bool = True,
     ) -> WindowRows:
-        rows = self._rows(document, ids, windows[start : start + self.part_windows])
-        if start:
+        """Returns windows of documents. `is_start`: whether the documents begin with them."""
+        rows = [
+            row
+            for document, ids, some in zip(documents, found, windows, strict=True)
+            for row in (row_of(ids, span, document.counts) for span in some)
+            if row.num_scored
+        ]
+        if not is_start:
             return WindowRows(rows)
-        return WindowRows(rows, self._unscored(document, ids), *self._measure([document], [ids]))
+        unscored = sum(map(self._unscored, documents, found))
+        return WindowRows(rows, unscored, *self._measure(documents, found))
 
     def _joined(self, documents: Iterable[Document]) -> Iterator[EvaluationPart]:
         """Yields parts of one long text; all ranks tokenize all of it, some documents at a time."""
@@ -261,10 +267,6 @@ class Cutter:
                 f"{self.vocab_size:,}: the data was tokenized with another tokenizer, or "
                 "--tokenizer is not the model's"
             )
-
-    def _rows(self, document: Document, ids: Ids, some: Sequence[Span]) -> list[WindowRow]:
-        rows = [row_of(ids, span, document.counts) for span in some]
-        return [row for row in rows if row.num_scored]
 
     def _unscored(self, document: Document, ids: Ids) -> int:
         if document.counts is not None or not len(ids):

@@ -82,8 +82,10 @@ class Kept:
     """The result of one evaluation, and its finished parts. If nothing can be written, that is
     reported once and the evaluation continues."""
 
-    def __init__(self, place: Path, kind: str, name: str, key: Any, report: Report) -> None:
-        """`key`: everything that affects the result."""
+    def __init__(
+        self, place: Path, kind: str, name: str, key: Any, report: Report, again: bool = False
+    ) -> None:
+        """`key`: everything that affects the result. `again`: ignore what is saved."""
         from overland.data.sources.file_marks import digest_of
 
         self.key = digest_of([FORMAT, kind, key])[:16]
@@ -91,7 +93,7 @@ class Kept:
         self.path = place / f"{label}-{self.key}.json"
         self.parts = place / f".{label}-{self.key}.parts"
         self.others = f".{label}-*.parts"
-        self._report, self._file = report, None
+        self._report, self._file, self._again = report, None, again
         self._is_off = False
 
     _file: BinaryIO | None
@@ -99,7 +101,7 @@ class Kept:
     def result(self) -> Record | None:
         """Returns the saved result of an evaluation with the same key, and reports it."""
         with suppress(OSError, ValueError):
-            found = read_json(self.path, LARGEST)
+            found = None if self._again else read_json(self.path, LARGEST)
             if isinstance(found, dict) and found.get("key") == self.key:
                 self._report(f"using the saved result in {self.path} (--again recomputes it)")
                 return {**found, "kept": str(self.path)}
@@ -108,7 +110,7 @@ class Kept:
     def done(self) -> list[Record]:
         """Returns the finished parts of all processes."""
         found = []
-        for file in sorted(self.parts.glob("*.jsonl")):
+        for file in [] if self._again else sorted(self.parts.glob("*.jsonl")):
             with suppress(OSError):
                 found += list(_lines(file))
         return found
@@ -136,26 +138,24 @@ class Kept:
                 f"{sentence(error)}"
             )
 
-    def finish(self, record: Record) -> Path | None:
-        """Saves the result and removes the parts. Returns None if it cannot be written."""
-        self.close()
+    def finish(self, record: Record) -> Record:
+        """Saves the result and removes the parts. Returns the result with the place where it is
+        `kept`, which is None if it cannot be written."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        record = {**record, "key": self.key}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({**record, "key": self.key}, indent=1, allow_nan=False)
+            text = json.dumps(record, indent=1, allow_nan=False)
             replace_file(self.path, text + "\n", shared=True)
         except OSError as error:
             self._report(
                 f"note: the result was not saved: {sentence(error)}; use another folder (--output)"
             )
-            return None
+            return {**record, "kept": None}
         shutil.rmtree(self.parts, ignore_errors=True)
-        return self.path
-
-    def close(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-            self._file = None
+        return {**record, "kept": str(self.path)}
 
 
 def _lines(file: Path) -> Iterator[Record]:

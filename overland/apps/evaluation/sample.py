@@ -8,11 +8,11 @@ it.
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from overland.apps.evaluation.chat import prompt_of, turns_of
-from overland.apps.evaluation.generate import Generator
+from overland.apps.evaluation.generate import GenerationRequest, Generator
 from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.prompts import encode_prompt
 from overland.apps.evaluation.sampling import Sampling
@@ -99,13 +99,11 @@ def sample(run: Run, tokenizer: Tokenizer) -> str:
         run.device,
     )  # fmt: skip
     given = prompt_of(opened, turns_of(prompt)) if is_asked else encode_prompt(tokenizer, prompt)
-    generator = Generator(opened, batch_size=1, length=seq_len)
+    wanted = GenerationRequest(NUM_TOKENS, HOW, ends)
     try:
-        (said,) = generator.generate(
-            [given[-seq_len:]], max_new_tokens=NUM_TOKENS, sampling=HOW, end_ids=ends
-        )
+        with closing(Generator(opened, batch_size=1, length=seq_len)) as generator:
+            (said,) = generator.generate([given[-seq_len:]], wanted)
     finally:
-        generator.close()
         model.train()
     return said.text.strip() if is_asked else prompt + said.text
 

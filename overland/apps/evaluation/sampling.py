@@ -61,6 +61,9 @@ class Sampling:
         return self.temperature < LEAST_TEMPERATURE
 
 
+GREEDY = Sampling()
+
+
 def row_keys(seed: int, numbers: Iterable[int], device: torch.device) -> Tensor:
     """Returns the random keys of each row: [2, rows]."""
     keys = []

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 
-from overland.errors import DataError, ModelError
+from overland.errors import ModelError
 from overland.models.attention import Mask
 from overland.models.decoder import Decoder
 from overland.models.loss import OutputMatrix, places_of
@@ -190,7 +190,8 @@ def plant(requests: Sequence[Pair], max_length: int, longest_tree: int) -> Itera
     tokens. Requests longer than `max_length` are truncated on the left, as in the harness."""
     sequences: list[tuple[bytes, int, Ids, list[int]]] = []
     for number, (context, continuation) in enumerate(requests):
-        check_request(context, continuation, max_length)
+        assert context, "harness.py gives each at least a prefix"
+        assert 0 < len(continuation) <= max_length, "harness.py refuses others"
         ids = np.asarray([*context, *continuation][-(max_length + 1) :][:-1], np.int64)
         sequences.append((ids.astype(">i8").tobytes(), number, ids, list(continuation)))
     sequences.sort(key=lambda one: one[:2])  # bytes sort like the ids, but faster
@@ -215,18 +216,6 @@ def plant(requests: Sequence[Pair], max_length: int, longest_tree: int) -> Itera
         last = ids
     if row.tokens:
         yield close(row, path, 0)
-
-
-def check_request(context: Sequence[int], continuation: Sequence[int], max_length: int) -> None:
-    if not context or not continuation:
-        raise DataError(
-            f"a request with an empty {'continuation' if context else 'context'} cannot be scored"
-        )
-    if len(continuation) > max_length:
-        raise DataError(
-            f"a continuation has {len(continuation):,} tokens, but the context is {max_length:,}: "
-            "raise --context, or omit the task"
-        )
 
 
 def joins(row: ScoredRow, shared: int, last: int, new: int, room: int) -> bool:

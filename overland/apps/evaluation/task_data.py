@@ -9,7 +9,6 @@ ROOT is $SCRATCH_ROOT/tasks_cache, or data/tasks if SCRATCH_ROOT is not set.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +17,11 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
-from overland.apps.evaluation.task_index import is_file
 from overland.apps.hub.fetch import Report, Wanted, fetch
 from overland.apps.hub.snapshot import read_snapshot
 from overland.config.load import recipes_folder
-from overland.data.sources.file_marks import digest_of
 from overland.errors import DataError, HubError
 from overland.words import command, did_you_mean
 
@@ -125,18 +123,6 @@ def read_list(name: str) -> list[str]:
         path = folder / f"{name}.txt"
     lines = (line.partition("#")[0].strip() for line in path.read_text("utf-8").splitlines())
     return [name for line in lines for name in line.replace(",", " ").split()]
-
-
-def needs_of(manager: Any, names: Iterable[str]) -> Needs:
-    needs = Needs({}, {}, {})
-    for name, config in leaves(manager, names):
-        needs.definitions[name] = digest_of([json.dumps(config, default=str), local_files(config)])
-        found = data_of(config)
-        if isinstance(found, str):
-            needs.others[name] = found
-        for one in found if isinstance(found, list) else []:
-            needs.datasets.setdefault(one, []).append(name)
-    return needs
 
 
 def leaves(manager: Any, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -246,6 +232,10 @@ def on_hub(file: str) -> tuple[str, str | None, str] | None:
     return None
 
 
+def is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file()
+
+
 def is_packaged(path: str) -> bool:
     """Whether the path is the name of a file format, not of a dataset."""
     return path in ("json", "csv", "text", "parquet", "arrow", "xml", "pandas")
@@ -312,14 +302,12 @@ def fetched(root: Path, tasks: Iterable[str] = ()) -> Iterator[None]:
     import huggingface_hub
 
     original = datasets.load_dataset
-    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [module.HF_HUB_OFFLINE for module in switches]
 
     def load(path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
         try:
             place, options = local_place(path, name, options, root)
-            if place != path:
-                options.setdefault("cache_dir", prepared_place(root))
+            if place != path and not os.environ.get("HF_DATASETS_CACHE"):
+                options.setdefault("cache_dir", str((root / PREPARED).absolute()))
             return original(place, name, *args, **options)
         except Exception as error:
             words = explained(error, path, name, root, list(tasks))
@@ -327,20 +315,12 @@ def fetched(root: Path, tasks: Iterable[str] = ()) -> Iterator[None]:
                 raise
             raise DataError(words) from None
 
-    datasets.load_dataset = load
-    for module in switches:
-        module.HF_HUB_OFFLINE = True
-    try:
+    with (
+        patch.object(datasets, "load_dataset", load),
+        patch.object(datasets.config, "HF_HUB_OFFLINE", True),
+        patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
+    ):
         yield
-    finally:
-        datasets.load_dataset = original
-        for module, was in zip(switches, before, strict=True):
-            module.HF_HUB_OFFLINE = was
-
-
-def prepared_place(root: Path) -> str | None:
-    """Returns where the library may write; None means its default."""
-    return None if os.environ.get("HF_DATASETS_CACHE") else str((root / PREPARED).absolute())
 
 
 def local_place(

@@ -1,11 +1,15 @@
 """Runs tasks with lm-evaluation-harness: loads them with their data, applies the options, and
 returns their results as a list of scores.
 
-The harness is imported only when tasks are run, which takes seconds.
+The harness is imported only when tasks are run, which takes seconds. Reading its 14,000 task
+definitions takes 15 more, so their index is cached, in XDG_CACHE_HOME: keyed by the version of the
+harness and the names, sizes and times of the files. If the cache cannot be written, the definitions
+are read each time.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -13,30 +17,41 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-import numpy as np
-import torch
-
-from overland.apps.evaluation.task_data import NO_NETWORK, fetched
-from overland.apps.evaluation.task_index import matching, open_manager
+from overland.apps.evaluation.task_data import (
+    NO_NETWORK,
+    Needs,
+    data_of,
+    fetched,
+    is_file,
+    leaves,
+    local_files,
+)
+from overland.data.sources.file_marks import digest_of
 from overland.errors import DataError, OverlandError, sentence
+from overland.files import replace_file
+from overland.plugins import need
+from overland.words import did_you_mean
 from overland.world.signals import SIGNALS
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 BOOTSTRAP = 100_000  # the harness's default
+INDEX_FORMAT = 1
 SEEDS = (0, 1234, 1234, 1234)  # for Python, NumPy, torch and few-shot examples, as in the harness
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """Options from the command line for running tasks."""
+    """Which tasks are asked for, and how they are run."""
 
     num_fewshot: int | None = None
     chat_template: str | None = None
@@ -51,13 +66,13 @@ class TaskOptions:
     include_path: str | None = None
     bootstrap: int = BOOTSTRAP
     """Bootstrap samples for standard errors that have no formula; 0: none."""
+    tasks: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings(TaskOptions):
     """Settings that affect the scores, in addition to weights and data."""
 
-    tasks: tuple[str, ...]
     context: int
     """Maximum number of tokens in a prompt and its answer."""
     dtype: str
@@ -72,6 +87,8 @@ def no_network() -> None:
 
 def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any]:
     """Does what the harness's own `simple_evaluate` does, without probing the machine."""
+    import numpy as np
+    import torch
     from lm_eval.evaluator import evaluate
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -140,12 +157,8 @@ def quiet() -> Iterator[None]:
     def without_bar(self: Any, *args: Any, **options: Any) -> None:
         original(self, *args, **{**options, "disable": True})
 
-    tqdm.__init__ = without_bar
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        tqdm.__init__ = original
+    with patch.object(tqdm, "__init__", without_bar), redirect_stdout(sys.stderr):
+        yield
 
 
 @contextmanager
@@ -157,12 +170,8 @@ def unbounded() -> Iterator[None]:
     def exp(x: float) -> float:
         return math.inf if x > LARGEST_EXPONENT else math.exp(x)
 
-    original = metrics.math
-    metrics.math = SimpleNamespace(**{**vars(math), "exp": exp})
-    try:
+    with patch.object(metrics, "math", SimpleNamespace(**{**vars(math), "exp": exp})):
         yield
-    finally:
-        metrics.math = original
 
 
 def load_tasks(manager: Any, names: Iterable[str], root: Path) -> dict[str, Any]:
@@ -268,3 +277,116 @@ def by_task(scores: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float | 
         filtered = "" if one["filter"] == "none" else f", {one['filter']}"
         found.setdefault(one["task"], {})[one["metric"] + filtered] = one["value"]
     return found
+
+
+def needs_of(names: Sequence[str], include_path: Path | None) -> Needs:
+    """Returns the data that tasks, or tasks in groups, read."""
+    manager = open_manager(tuple(names), include_path)
+    needs = Needs({}, {}, {})
+    for name, config in leaves(manager, matching(manager, names)):
+        needs.definitions[name] = digest_of([json.dumps(config, default=str), local_files(config)])
+        found = data_of(config)
+        if isinstance(found, str):
+            needs.others[name] = found
+        for one in found if isinstance(found, list) else []:
+            needs.datasets.setdefault(one, []).append(name)
+    return needs
+
+
+@lru_cache(maxsize=1)
+def open_manager(names: tuple[str, ...], include_path: Path | None = None) -> Any:
+    """Returns the harness's index of tasks. Its built-in index is large, and is skipped if all
+    names are in `include_path`."""
+    need("lm_eval", "a task", "eval")
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        if not include_path.is_dir():
+            raise DataError(f"--include-path {include_path} is not a folder of task definitions")
+        own = TaskManager(include_path=str(include_path), include_defaults=False)
+        if all(own.match_tasks([name]) or is_file(name) for name in names):
+            return own
+    with kept_index():
+        return TaskManager(include_path=None if include_path is None else str(include_path))
+
+
+def matching(manager: Any, names: Iterable[str]) -> list[str]:
+    """Returns the matching tasks, groups and tags; `*` matches anything."""
+    found: list[str] = []
+    for name in names:
+        some = [name] if is_file(name) else manager.match_tasks([name])
+        if not some:
+            near = did_you_mean(name, manager.all_tasks)
+            if len(manager.all_tasks) > 50 and "did you mean" not in near:
+                near = "; `lm_eval ls tasks` lists those of the harness"
+            raise DataError(f"there is no task '{name}'{near}")
+        found += some
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def kept_index() -> Iterator[None]:
+    """Makes TaskManager use the cached index within this context."""
+    from lm_eval.tasks._index import TaskIndex
+
+    original = TaskIndex.build
+
+    def build(paths: Iterable[Path], **options: Any) -> dict[str, Any]:
+        paths = list(paths)
+        place = place_for(paths)
+        found = read_index(place)
+        if found is None:
+            found = original(paths, **options)
+            write_index(place, found)
+        return found
+
+    with patch.object(TaskIndex, "build", staticmethod(build)):
+        yield
+
+
+def place_for(paths: list[Path]) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    files = [mark for path in paths for mark in marks(path)]
+    key = digest_of([INDEX_FORMAT, version("lm_eval"), [str(path) for path in paths], files])
+    return Path(root) / "overland" / f"tasks-{key[:16]}.json"
+
+
+def marks(root: Path) -> Iterator[tuple[str, int, int]]:
+    for folder, _, names in os.walk(root):
+        for name in sorted(names):
+            if name.endswith((".yaml", ".yml")) or "." not in name:  # files that others include
+                stat = os.stat(os.path.join(folder, name))
+                yield os.path.join(folder, name), stat.st_size, stat.st_mtime_ns
+
+
+def read_index(place: Path) -> dict[str, Any] | None:
+    from lm_eval.tasks._index import Entry, Kind
+
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return {
+            one["name"]: Entry(
+                one["name"],
+                Kind[one["kind"]],
+                Path(one["path"]) if one["path"] else None,
+                one["config"],
+                set(one["tags"]),
+            )
+            for one in json.loads(place.read_text("utf-8"))
+        }
+    return None
+
+
+def write_index(place: Path, index: dict[str, Any]) -> None:
+    entries = [
+        {
+            "name": name,
+            "kind": entry.kind.name,
+            "path": None if entry.yaml_path is None else str(entry.yaml_path),
+            "config": entry.cfg,
+            "tags": sorted(entry.tags),
+        }
+        for name, entry in index.items()
+    ]
+    with suppress(OSError, ValueError, TypeError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(place, json.dumps(entries, default=str))

@@ -14,23 +14,24 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from overland.apps.evaluation.evaluate import EvaluationSession, how, versions
-from overland.apps.evaluation.generate import Generator
+from overland.apps.evaluation.evaluate import EvaluationSession, versions
+from overland.apps.evaluation.generate import GenerationRequest, Generator
 from overland.apps.evaluation.model import OpenModel
-from overland.apps.evaluation.results import Kept, Record, base_of, mark_of_weights
+from overland.apps.evaluation.results import Kept, Record
 from overland.apps.evaluation.sampling import Sampling
 from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore
-from overland.apps.evaluation.task_data import Needs, needs_of
-from overland.apps.evaluation.task_index import matching, open_manager
+from overland.apps.evaluation.task_data import tasks_root
 from overland.apps.evaluation.task_run import (
     TaskOptions,
     TaskSettings,
     by_task,
+    needs_of,
     run_harness,
     scores_of,
 )
@@ -48,27 +49,22 @@ HARNESS = "lm_eval"
 ROWS_AT_ONCE = {"cpu": 8, "cuda": 64}
 DRAWN_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 KNOWN = ("until", "max_gen_toks", "do_sample", *DRAWN_BY)
+AT_ONCE = 16_384  # requests, which are held in memory when sent between ranks
+Texts = Callable[
+    [Sequence[Sequence[int]], Sequence[str], dict[str, Any]], Iterator[list[tuple[int, str]]]
+]
+"""Takes prompts and their keys; yields batches of (number of the prompt, its completion)."""
+Work = tuple[Literal["score", "generate"], list[Any], list[str], dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskedTasks(TaskOptions):
-    """Tasks requested on the command line."""
-
-    names: tuple[str, ...]
-    root: Path
-    """Where their datasets are."""
-
-
-def evaluate_tasks(session: EvaluationSession, wanted: AskedTasks) -> Record:
+def evaluate_tasks(session: EvaluationSession, asked: TaskOptions) -> Record:
     """Returns the scores on tasks: from a saved result, resumed, or computed."""
-    settings, root = settings_for(session, wanted), wanted.root
-    asked, place = session.asked, session.asked.place(session.found)
-    key, before = session.once(partial(_key_and_result, session, settings, root))
-    if before is not None:
+    settings, root = settings_for(session, asked), session.asked.datasets or tasks_root()
+    name = ",".join(settings.tasks)
+    kept = session.kept(KIND, name, session.once(partial(key_for, session, settings, root)))
+    if (before := session.once(kept.result)) is not None:
         return before
-    kept = Kept(place, KIND, label_of(settings), key, session.report)
-    done = [] if asked.again or not session.world.is_first else kept.done()
-    crew = crew_of(session, settings, kept, done)
+    crew = crew_of(session, settings, kept, kept.done() if session.world.is_first else [])
     if not session.world.is_first:
         crew.serve()
         return {}
@@ -86,64 +82,36 @@ def evaluate_tasks(session: EvaluationSession, wanted: AskedTasks) -> Record:
             "were truncated on the left (--context)"
         )
     samples, scores = results.pop("samples", None), scores_of(results)
-    record = {
-        "kind": KIND,
-        "name": label_of(settings),
-        "model": str(session.found.path),
-        "step": session.found.step,
-        "scores": scores,
-        "results": by_task(scores),
-        "cut_prompts": model.num_cut,
-        **how(session, settings, started, HARNESS),
-    }
-    path = kept.finish(record)
-    folder = None if path is None else write_harness_files(path, results, samples, session.report)
-    return {
-        **record,
-        "key": kept.key,
-        "kept": None if path is None else str(path),
-        "harness": None if folder is None else str(folder),
-    }
+    numbers = {"scores": scores, "results": by_task(scores), "cut_prompts": model.num_cut}
+    record = kept.finish(session.record(KIND, name, numbers, settings, started, HARNESS))
+    folder = None
+    if record["kept"] is not None:
+        folder = write_harness_files(kept.path.with_suffix(""), results, samples, session.report)
+    return {**record, "harness": None if folder is None else str(folder)}
 
 
-def settings_for(session: EvaluationSession, asked: AskedTasks) -> TaskSettings:
+def settings_for(session: EvaluationSession, asked: TaskOptions) -> TaskSettings:
     found = session.found
     allowed = getattr(found.architecture, "max_position_embeddings", found.context)
     return TaskSettings(
-        tasks=asked.names,
         context=session.asked.context or allowed,
         dtype=str(session.dtype).removeprefix("torch."),
         limit=session.asked.limit,
-        **{key: value for key, value in asdict(asked).items() if key not in ("names", "root")},
+        **asdict(asked),
     )
 
 
-def label_of(settings: TaskSettings) -> str:
-    return ",".join(settings.tasks)
-
-
-def _key_and_result(
-    session: EvaluationSession, settings: TaskSettings, root: Path
-) -> tuple[list[Any], Record | None]:
-    """Returns everything that affects the scores, and the saved result if there is one."""
+def key_for(session: EvaluationSession, settings: TaskSettings, root: Path) -> list[Any]:
+    """Returns everything that affects the scores."""
     include = None if settings.include_path is None else Path(settings.include_path)
-    manager = open_manager(settings.tasks, include)
-    needs = needs_of(manager, matching(manager, settings.tasks))
-    found, asked = session.found, session.asked
-    weights = mark_of_weights(found.path, asked.base or base_of(found.path))
-    used, tokenizer = versions(HARNESS), found.tokenizer.fingerprint
-    key = [weights, tokenizer, asdict(settings), used, marks(needs, root)]
-    kept = Kept(asked.place(found), KIND, label_of(settings), key, session.report)
-    return key, None if asked.again else kept.result()
-
-
-def marks(needs: Needs, root: Path) -> list[Any]:
-    """Returns fingerprints of the data and the definitions of tasks."""
+    needs = needs_of(settings.tasks, include)
     commits = []
     for one in needs.datasets:
         had = read_snapshot(one.folder(root))
         commits.append([one.name, one.subset, None if had is None else had.commit])
-    return [sorted(commits, key=str), needs.definitions]
+    marks = [sorted(commits, key=str), needs.definitions]
+    weights, tokenizer = session.mark_of_weights(), session.found.tokenizer.fingerprint
+    return [weights, tokenizer, asdict(settings), versions(HARNESS), marks]
 
 
 def crew_of(
@@ -164,7 +132,7 @@ def crew_of(
         goes_on=ranks.goes_on,
     )
     is_whole = ranks.size == session.world.size and not ranks.in_step
-    texts = TaskTexts(session, settings.context) if is_whole else None
+    texts = partial(task_texts, session, settings.context) if is_whole else None
     return TaskRanks(scorer, texts, session.world, leads=ranks.leads, keep=kept.add, done=done)
 
 
@@ -200,44 +168,35 @@ def harness_model(session: EvaluationSession, settings: TaskSettings, crew: Task
     )
 
 
-class TaskTexts:
+def task_texts(
+    session: EvaluationSession,
+    context: int,
+    prompts: Sequence[Sequence[int]],
+    keys: Sequence[str],
+    settings: dict[str, Any],
+) -> Iterator[list[tuple[int, str]]]:
     """Generates completions for this rank's share of the prompts."""
-
-    def __init__(self, session: EvaluationSession, context: int) -> None:
-        found, device = session.found, session.scorer.device
-        self.opened = OpenModel(
-            session.scorer.model, found.tokenizer, found.config, context, found.path, found.step,
-            found.end_ids, session.dtype, device,
-        )  # fmt: skip
-        self.ranks = session.ranks
-        usual = ROWS_AT_ONCE.get(device.type, ROWS_AT_ONCE["cuda"])
-        self.batch_size = session.asked.batch_size or usual
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[str], settings: dict[str, Any]
-    ) -> Iterator[list[tuple[int, str]]]:
-        sampling = sampling_of(settings)
-        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-        mine = order[self.ranks.rank :: self.ranks.size]
-        # Sampling depends on the prompt's number, which must not depend on what remains to be done.
-        size = self.batch_size if sampling.is_greedy else 1
-        generator = Generator(self.opened, batch_size=size, length=self.opened.context)
-        try:
-            for start in range(0, len(mine), size):
-                some = mine[start : start + size]
-                found = generator.generate(
-                    [prompts[number] for number in some],
-                    max_new_tokens=settings["max_gen_toks"],
-                    sampling=sampling,
-                    end_ids=self.opened.end_ids,
-                    stop=[stop for stop in settings["until"] if stop],
-                    first=int(keys[some[0]][:7], 16),
-                )
-                # Only the new tokens are decoded, as in the harness.
-                texts = [self.opened.tokenizer.decode(one.ids) for one in found]
-                yield list(zip(some, texts, strict=True))
-        finally:
-            generator.close()
+    found, device, ranks = session.found, session.scorer.device, session.ranks
+    opened = OpenModel(
+        session.scorer.model, found.tokenizer, found.config, context, found.path, found.step,
+        found.end_ids, session.dtype, device,
+    )  # fmt: skip
+    sampling = sampling_of(settings)
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    mine = order[ranks.rank :: ranks.size]
+    usual = ROWS_AT_ONCE.get(device.type, ROWS_AT_ONCE["cuda"])
+    # Sampling depends on the prompt's number, which must not depend on what remains to be done.
+    size = (session.asked.batch_size or usual) if sampling.is_greedy else 1
+    stop = [one for one in settings["until"] if one]
+    wanted = GenerationRequest(settings["max_gen_toks"], sampling, opened.end_ids, stop)
+    with closing(Generator(opened, batch_size=size, length=context)) as generator:
+        for start in range(0, len(mine), size):
+            some = mine[start : start + size]
+            first = int(keys[some[0]][:7], 16)
+            made = generator.generate([prompts[number] for number in some], wanted, first)
+            # Only the new tokens are decoded, as in the harness.
+            texts = [opened.tokenizer.decode(one.ids) for one in made]
+            yield list(zip(some, texts, strict=True))
 
 
 def sampling_of(settings: Mapping[str, Any]) -> Sampling:
@@ -253,7 +212,7 @@ def sampling_of(settings: Mapping[str, Any]) -> Sampling:
 
 
 def write_harness_files(
-    path: Path,
+    folder: Path,
     results: Mapping[str, Any],
     samples: Mapping[str, Sequence[Any]] | None,
     report: Any,
@@ -262,7 +221,6 @@ def write_harness_files(
     from lm_eval.utils import handle_non_serializable
 
     as_json = partial(json.dumps, default=handle_non_serializable, ensure_ascii=False)
-    folder = path.with_suffix("")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / "results.json", as_json(results, indent=2) + "\n", shared=True)
@@ -273,14 +231,6 @@ def write_harness_files(
         report(f"note: the harness's files were not saved: {sentence(error)}")
         return None
     return folder
-
-
-AT_ONCE = 16_384  # requests, which are held in memory when sent between ranks
-Texts = Callable[
-    [Sequence[Sequence[int]], Sequence[str], dict[str, Any]], Iterator[list[tuple[int, str]]]
-]
-"""Takes prompts and their keys; yields batches of (number of the prompt, its completion)."""
-Work = tuple[Literal["score", "generate"], list[Any], list[str], dict[str, Any]]
 
 
 class TaskRanks:

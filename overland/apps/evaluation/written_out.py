@@ -2,7 +2,7 @@
 token to each row is recorded as a CUDA graph.
 
 A step has to read all weights, and little else should take time. So a layer is seven kernels
-(kernels/inference.py, kernels/cached_attention.py) instead of about fifty, matrices with the same
+(kernels/layers.py) instead of about fifty, matrices with the same
 input are merged, and the host launches everything at once. The decoder's own parameters become
 views of the merged matrices, so nothing is stored twice.
 """
@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overland.apps.evaluation.kernels.cached_attention import Heads, attend, begin
-from overland.apps.evaluation.kernels.inference import add_norm, gated, linear
+from overland.apps.evaluation.kernels.layers import Heads, add_norm, attend, begin, gated, linear
 from overland.kernels import triton_takes
 from overland.models.attention import Attention, Mask, build_mask
 from overland.models.decoder import Decoder, Layer, RMSNorm

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.run_folder import METRICS, UNDONE
-from overland.training.history import RECENT, History, Tail, is_step
+from overland.training.history import Tail, is_step
 
 Numbers = npt.NDArray[np.float64]
 Record = dict[str, Any]
@@ -72,15 +72,6 @@ class MetricColumns:
         finite = self.points(name)[0]
         return next(step for step in odd if not len(finite) or step > finite[-1])
 
-    def newest(self, most: int) -> list[Record]:
-        """Returns the last records, without missing values."""
-        found = []
-        for row in range(max(0, len(self) - most), len(self)):
-            numbers = {name: column[row] for name, column in self._columns.items()}
-            known = {name: one for name, one in numbers.items() if one == one}
-            found.append({"step": self._steps[row], **known})
-        return found
-
     def merge(self, records: Iterable[Record]) -> None:
         """Adds records by step; where a step occurs twice, the later record counts."""
         by_step = {record["step"]: record for record in records}
@@ -94,7 +85,7 @@ class MetricColumns:
         for name in sorted(names - self._columns.keys()):
             self._columns[name] = array("d", [MISSING]) * before
         for name, column in self._columns.items():
-            values = [record.get(name) for record in records]
+            values: list[Any] = [record.get(name) for record in records]
             try:  # a whole column at once, as is possible for nearly all
                 column += array("d", values)
             except (TypeError, OverflowError):
@@ -154,18 +145,6 @@ class Lines:
                     point = {"step": record["step"], "value": value, "time": record.get("time")}
                     self.held_out.setdefault(name, MetricColumns()).merge([point])
         self.logged.merge(logged)
-
-
-class Recent(History):
-    """The newest lines, for callers that need no more, so that the file is not read twice."""
-
-    def __init__(self, lines: Lines) -> None:
-        self._all = lines
-        self._clear()
-
-    def read_on(self) -> None:
-        self._clear()
-        self.recent.extend(self._all.logged.newest(RECENT))
 
 
 def parse(lines: Iterable[bytes]) -> list[Record]:

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 import overland
-from overland.apps.evaluation.results import CheckpointScore
 from overland.apps.report.charts import Chart, Line, charts_of, charts_to_json
 from overland.apps.report.sessions import PARTS, ReportedSession
-from overland.apps.report.summary import RunReport, moment
+from overland.apps.report.summary import RunReport, devices_in_words, moment
 from overland.apps.report.svg import chart_svg, in_page, stacked_bar, timeline_svg, value_words
 from overland.apps.watch.files import finite
 from overland.apps.watch.watch import STATES
@@ -49,6 +48,7 @@ COLORS: dict[str, str | int] = {
     "lost": "lost",
     "end": 6,
 }
+LONGEST_NAME = 60  # characters, of up to four bytes each
 
 
 def build_page(runs: Sequence[RunReport], live: bool = False) -> str:
@@ -241,20 +241,14 @@ def story(run: RunReport, level: str) -> str:
 
 
 def session_row(session: ReportedSession) -> list[str]:
-    facts = session.facts
-    devices = facts.get("devices")
-    nodes = facts.get("nodes")
-    where = f"{devices:,}" if isinstance(devices, int) else "–"
-    if isinstance(nodes, int) and nodes > 1:
-        where += f" on {nodes:,} nodes"
     return [
         str(session.number),
         moment(session.begun),
         duration(session.ended - session.begun),
         f"{session.step:,} – {session.last_step:,}",
         f"{session.lost_steps:,}" if session.lost_steps else "–",
-        where,
-        str(facts.get("job") or "–"),
+        devices_in_words(session.facts) or "–",
+        str(session.facts.get("job") or "–"),
         session.how + (f": {session.what}" if session.what else ""),
     ]
 
@@ -262,10 +256,10 @@ def session_row(session: ReportedSession) -> list[str]:
 def where_time_went(run: RunReport, level: str) -> str:
     goodput = run.goodput
     order = [(words, goodput.parts[use], COLORS[use]) for use, words in PARTS.items()]
-    rows = [
-        (in_page(color), words, exact_duration(seconds), f"{seconds / goodput.in_sessions:.1%}")
-        for words, seconds, color in order
-    ]
+    rows = []
+    for words, seconds, color in order:
+        shown = f"{seconds:.1f} s" if seconds < 120 else duration(seconds)
+        rows.append((in_page(color), words, shown, f"{seconds / goodput.in_sessions:.1%}"))
     note = f"Goodput is {goodput.share:.1%}: the share of session time spent computing steps that "
     note += "count."
     if goodput.between >= 1:
@@ -273,23 +267,19 @@ def where_time_went(run: RunReport, level: str) -> str:
     return html("where_time_went", level, note, trusted(stacked_bar(order)), rows)
 
 
-def exact_duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 120 else duration(seconds)
-
-
 def scores(run: RunReport, level: str) -> str:
     """Returns a table of evaluation scores, with one column per checkpoint."""
     steps = sorted({one.step for one in run.scores})[-MOST_SCORED:]
-    known = {(one.name, one.metric, one.step): score_words(one) for one in run.scores}
+    known = {
+        (one.name, one.metric, one.step): f"{one.value:.5g}"
+        + (f" ± {one.stderr:.2g}" if one.stderr else "")
+        for one in run.scores
+    }
     rows = [
         (name, metric, *(known.get((name, metric, step), "–") for step in steps))
         for name, metric in dict.fromkeys((one.name, one.metric) for one in run.scores)
     ]
     return html("scores", level, [f"step {step:,}" for step in steps], rows)
-
-
-def score_words(score: CheckpointScore) -> str:
-    return f"{score.value:.5g}" + (f" ± {score.stderr:.2g}" if score.stderr else "")
 
 
 def resume(run: RunReport, level: str) -> str:
@@ -300,9 +290,6 @@ def resume(run: RunReport, level: str) -> str:
         longer = f"training.steps={2 * run.status.steps}"
         words_of_command = command("overland", "train", run.path / CONFIG, longer)
     return html("resume", run, level, words, words_of_command)
-
-
-LONGEST_NAME = 60  # characters, of up to four bytes each
 
 
 def write_page(runs: Sequence[RunReport], path: Path) -> Path:

@@ -44,20 +44,14 @@ class LiveReport:
         self._next = 0.0
         self._page = ""
 
-    def content(self) -> dict[str, Any]:
-        """Returns sections and data, with an increasing version number."""
+    def newest(self) -> tuple[str, dict[str, Any]]:
+        """Returns the page, and its sections and data with an increasing version number."""
         with self._lock:
-            self._look()
-            return self._content
-
-    def page(self) -> str:
-        with self._lock:
-            self._look()
-            return self._page
+            if time.monotonic() >= self._next:
+                self._look()
+            return self._page, self._content
 
     def _look(self) -> None:
-        if time.monotonic() < self._next:
-            return
         begun = time.monotonic()
         for reader in self.readers:
             reader.read_on()
@@ -103,22 +97,19 @@ class Handler(BaseHTTPRequestHandler):
             return
         path, _, query = self.path.partition("?")
         if secrets.compare_digest(path.encode(), f"/{self.server.secret}/".encode()):
-            page = self.server.live.page().encode()
-            self._answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
+            page, _ = self.server.live.newest()
+            self._answer(HTTPStatus.OK, page.encode(), "text/html; charset=utf-8")
         elif path == f"/{self.server.secret}/data.json":
-            self._answer_data(parse_qs(query).get("since", ["0"])[0])
+            _, content = self.server.live.newest()
+            if parse_qs(query).get("since") == [str(content["version"])]:
+                self._answer(HTTPStatus.NO_CONTENT, b"")
+                return
+            body = json.dumps(content, allow_nan=False).encode()
+            self._answer(HTTPStatus.OK, body, "application/json")
         else:
             self._answer(
                 HTTPStatus.NOT_FOUND, b"not found: use the full address that was printed\n"
             )
-
-    def _answer_data(self, since: str) -> None:
-        content = self.server.live.content()
-        if since == str(content["version"]):
-            self._answer(HTTPStatus.NO_CONTENT, b"")
-        else:
-            body = json.dumps(content, allow_nan=False).encode()
-            self._answer(HTTPStatus.OK, body, "application/json")
 
     def _is_ours(self) -> bool:
         hosts = self.headers.get_all("Host") or []
@@ -147,15 +138,12 @@ def open_server(readers: Sequence[RunReader], port: int) -> ReportServer:
     """Listens on the port, or raises an error that suggests a free one."""
     try:
         return ReportServer(readers, port)
-    except PermissionError:
-        raise ReportError(
-            f"port {port} requires root: use a free port, such as `--serve {_free_port()}`"
-        ) from None
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
+        why = {errno.EACCES: "requires root", errno.EADDRINUSE: "is in use"}.get(error.errno or 0)
+        if why is None:
             raise ReportError(f"port {port} of {LOOPBACK}: {error.strerror}") from None
         raise ReportError(
-            f"port {port} is in use: use a free port, such as `--serve {_free_port()}`"
+            f"port {port} {why}: use a free port, such as `--serve {_free_port()}`"
         ) from None
 
 

@@ -22,6 +22,7 @@ from overland.training.history import Tail
 ENDED = ("finished", "stopped", "failed", "killed", "running")
 STOPPING = re.compile(r"^stopping after step \d+: ")
 LARGEST_TIME = 1e11
+IN_LOOP = ("compute", "data", "validation", "save")
 Mask = npt.NDArray[np.bool_]
 PARTS = {
     "compute": "computing steps that count",
@@ -138,7 +139,8 @@ class RunStory:
         for lines, _, is_other in self._tail.chunks():
             if is_other:
                 self._lines.clear()
-            self._lines += parse_events(lines)
+            events = map(parse_event, lines)
+            self._lines += [one for one in events if one is not None and _time(one)]
             self.version += 1
 
     def sessions(self, lines: Lines, is_alive: bool) -> list[ReportedSession]:
@@ -147,15 +149,15 @@ class RunStory:
         found = [_session(number, own[0]) for number, own in enumerate(told, 1)]
         logged = Logged.of(lines)
         logged_by = logged.sessions_of(found)
-        for (session, border), own in zip(with_borders(found), told, strict=True):
+        resumed_from = [*(later.step for later in found[1:]), np.inf]
+        for (session, border), own, step in zip(
+            with_borders(found), told, resumed_from, strict=False
+        ):
             mine = logged_by == session.number
             _end(session, own, logged, mine)
             self._blame(session, border)
-            session.kept_step = session.final_step
-        for session, later in itertools.pairwise(found):
-            session.kept_step = min(session.final_step, later.step)
-        for session in found:
-            _count_seconds(session, logged, logged_by == session.number)
+            session.kept_step = int(min(session.final_step, step))
+            _count_seconds(session, logged, mine)
         if found and is_alive and found[-1].how == "killed":
             found[-1].how = "running"
         return found
@@ -202,11 +204,6 @@ class RunStory:
                 what = session.what or "ended without a recorded reason"
                 found.append(Happening(session.ended, session.how, session.last_step, what))
         return sorted(found, key=lambda one: one.time)
-
-
-def parse_events(lines: Sequence[bytes]) -> list[Event]:
-    """Returns the events that have a time."""
-    return [one for line in lines if (one := parse_event(line)) is not None and _time(one)]
 
 
 def _end(session: ReportedSession, own: Sequence[Event], logged: Logged, mine: Mask) -> None:
@@ -328,15 +325,12 @@ class Goodput:
 def where_time_went(sessions: Sequence[ReportedSession]) -> Goodput:
     parts = dict.fromkeys(PARTS, 0.0)
     for session in sessions:
-        whole = max(0.0, session.ended - session.begun)
-        kept, used = session.kept_seconds, session.seconds
-        for use in ("compute", "data", "validation", "save", "start"):
-            parts[use] += kept.get(use, 0.0)
-        in_loop = ("compute", "data", "validation", "save")
-        lost = sum(used.get(use, 0.0) - kept.get(use, 0.0) for use in in_loop)
-        parts["lost"] += max(0.0, lost)
-        known = sum(used.get(use, 0.0) for use in ("start", *in_loop))
-        parts["end"] += max(0.0, whole - known)
+        used = {use: session.seconds.get(use, 0.0) for use in (*IN_LOOP, "start")}
+        kept = {use: session.kept_seconds.get(use, 0.0) for use in used}
+        for use, seconds in kept.items():
+            parts[use] += seconds
+        parts["lost"] += max(0.0, sum(used[use] - kept[use] for use in IN_LOOP))
+        parts["end"] += max(0.0, session.ended - session.begun - sum(used.values()))
     gaps = itertools.pairwise(sessions)
     between = sum(max(0.0, later.begun - one.ended) for one, later in gaps)
     return Goodput(parts, between)

@@ -19,7 +19,7 @@ import numpy as np
 
 from overland.apps.console.readme import optimizer_in_words, schedule_in_words
 from overland.apps.evaluation.results import CheckpointScore, read_scores
-from overland.apps.report.lines import Lines, MetricColumns, Recent, bin_sizes, means, spacing_of
+from overland.apps.report.lines import Lines, MetricColumns, bin_sizes, means, spacing_of
 from overland.apps.report.mixture import DrawnMixture, drawn_mixture
 from overland.apps.report.sessions import (
     Goodput,
@@ -127,7 +127,7 @@ class RunReader:
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name or path.absolute().name
         self.lines, self.story = Lines(path), RunStory(path)
-        self.watch = Watch(path, Recent(self.lines))
+        self.watch = Watch(path)
 
     def read_on(self, progress: Callable[[float, float], object] = lambda *_: None) -> None:
         self.lines.read_on(progress)
@@ -156,8 +156,8 @@ class RunReader:
             samples=read_samples(self.path / SAMPLES),
             prompt=str(table_in(config, "metrics").get("sample_prompt") or ""),
         )
-        report.facts = facts_of(report, config)
-        report.figures = figures_of(report)
+        report.facts = list(facts_of(report, config))
+        report.figures = list(figures_of(report))
         report.environment = environment_of(report)
         return report
 
@@ -180,40 +180,55 @@ def open_runs(paths: list[Path]) -> list[RunReader]:
 # What was trained on what
 
 
-def facts_of(report: RunReport, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def facts_of(report: RunReport, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what was trained on what, as far as it is known."""
     latest = report.sessions[-1].facts if report.sessions else {}
-    precision = table_in(latest, "precision")
-    rows: list[tuple[str, str | None]] = [
-        ("model", _model(report.path, config)),
-        ("parameters", _counted(latest.get("parameters"))),
-        ("data", _data(config)),
-        ("batch", _batch(latest, table_in(config, "training").get("seq_len"))),
-        ("devices", _devices(latest)),
-        ("layout", _layout(latest)),
-        ("precision", ", ".join(f"{what} {kind}" for what, kind in precision.items())),
-        *_in_config_words(config),
-    ]
-    return [(name, words) for name, words in rows if words]
+    if name := _model(report.path, config):
+        yield "model", name
+    if isinstance(count := latest.get("parameters"), int):
+        yield "parameters", f"{count:,}"
+    if data := _data(config):
+        yield "data", data
+    length = table_in(config, "training").get("seq_len")
+    if isinstance(rows := latest.get("rows"), int):
+        batch = f"{rows:,} samples per step"
+        if latest.get("unit") != "samples" and isinstance(length, int):
+            batch = f"{rows:,} sequences of {length:,} tokens: {rows * length:,} tokens per step"
+        yield "batch", batch
+    if devices := devices_in_words(latest, f" × {latest.get('device', 'device')}"):
+        yield "devices", devices
+    if degrees := table_in(latest, "degrees"):
+        split = [(degrees.get(axis), words) for axis, words in AXES.items()]
+        parts = [f"{n} × {words}" for n, words in split if isinstance(n, int) and n > 1]
+        yield "layout", ", ".join(parts) or "the whole model on one device"
+    if precision := table_in(latest, "precision"):
+        yield "precision", ", ".join(f"{what} {kind}" for what, kind in precision.items())
+    yield from _in_config_words(config)
 
 
-def _model(run: Path, config: Mapping[str, Any]) -> str | None:
+def devices_in_words(facts: Mapping[str, Any], kind: str = "") -> str:
+    """Returns the number of devices of a session, and of nodes if there are several."""
+    number, nodes = facts.get("devices"), facts.get("nodes")
+    if not isinstance(number, int):
+        return ""
+    where = f" on {nodes:,} nodes" if isinstance(nodes, int) and nodes > 1 else ""
+    return f"{number:,}{kind}{where}"
+
+
+def _model(run: Path, config: Mapping[str, Any]) -> str:
     model, shape = table_in(config, "model"), read_json(run / MODEL_CONFIG)
     name = str(model.get("config") or f"{model.get('name', '')} {model.get('flavor', '')}").strip()
     layers, width = shape.get("num_hidden_layers"), shape.get("hidden_size")
     if isinstance(layers, int) and isinstance(width, int):
         name += f", {layers:,} layers of width {width:,}"
     rank = table_in(config, "lora").get("rank")
-    return f"{name}, adapters of rank {rank}" if name and rank else name or None
+    return f"{name}, adapters of rank {rank}" if name and rank else name
 
 
-def _counted(count: object) -> str | None:
-    return f"{count:,}" if isinstance(count, int) else None
-
-
-def _data(config: Mapping[str, Any]) -> str | None:
+def _data(config: Mapping[str, Any]) -> str:
     training, sources = table_in(config, "training"), table_in(table_in(config, "data"), "sources")
     if not sources:
-        return str(training.get("dataset_path") or training.get("dataset") or "") or None
+        return str(training.get("dataset_path") or training.get("dataset") or "")
     return ", ".join(
         f"{name} ({one.get('path') or one.get('dataset') or name})"
         for name, one in sources.items()
@@ -221,89 +236,63 @@ def _data(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def _batch(latest: Mapping[str, Any], length: object) -> str | None:
-    rows = latest.get("rows")
-    if not isinstance(rows, int):
-        return None
-    if latest.get("unit") == "samples" or not isinstance(length, int):
-        return f"{rows:,} samples per step"
-    return f"{rows:,} sequences of {length:,} tokens: {rows * length:,} tokens per step"
-
-
-def _devices(latest: Mapping[str, Any]) -> str | None:
-    number, nodes = latest.get("devices"), latest.get("nodes")
-    if not isinstance(number, int):
-        return None
-    where = f" on {nodes:,} nodes" if isinstance(nodes, int) and nodes > 1 else ""
-    return f"{number:,} × {latest.get('device', 'device')}{where}"
-
-
-def _layout(latest: Mapping[str, Any]) -> str | None:
-    degrees = table_in(latest, "degrees")
-    parts = [
-        f"{degrees[axis]} × {words}"
-        for axis, words in AXES.items()
-        if isinstance(degrees.get(axis), int) and degrees[axis] > 1
-    ]
-    return ", ".join(parts) or ("the whole model on one device" if degrees else None)
-
-
-def _in_config_words(config: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Returns facts that need a config that is valid in this version: otherwise today's defaults
-    may not be those of the run."""
-    if not config:
-        return []
-    try:
-        job = JobConfig.model_validate(config)
-    except ValueError:
-        return []
-    return [
-        ("model", model_name(job) if not config.get("model") else None),
-        ("optimizer", optimizer_in_words(job.optimizer)),
-        ("schedule", schedule_in_words(job)),
-    ]
+def _in_config_words(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields facts that need a config that is valid in this version: otherwise today's defaults may
+    not be those of the run."""
+    if config:
+        with suppress(ValueError):
+            job = JobConfig.model_validate(config)
+            if not config.get("model"):
+                yield "model", model_name(job)
+            yield "optimizer", optimizer_in_words(job.optimizer)
+            yield "schedule", schedule_in_words(job)
 
 
 # Key figures
 
 
-def figures_of(report: RunReport) -> list[Figure]:
-    """Returns the key figures that are known."""
+def figures_of(report: RunReport) -> Iterator[Figure]:
+    """Yields the key figures that are known."""
     logged, status, goodput = report.lines.logged, report.status, report.goodput
     steps = f"of {status.steps:,}" if status.steps else ""
     if status.steps and status.seconds_left and status.state in ALIVE:
         steps += f", {duration(status.seconds_left)} left"
-    found = [Figure("steps", f"{status.step:,}", steps, status.step)]
+    yield Figure("steps", f"{status.step:,}", steps, status.step)
     for unit in ("tokens", "samples"):
         if len(values := logged.points(unit)[1]):
             last = float(values[-1])
-            found.append(Figure(unit, in_short(last), "seen so far", last))
-    held_out = report.lines.held_out.get(VALIDATION_LOSS, MetricColumns())
-    found += [*_loss(logged), *_best(held_out)]
+            yield Figure(unit, in_short(last), "seen so far", last)
+    yield from _losses(logged, report.lines.held_out.get(VALIDATION_LOSS, MetricColumns()))
     if seconds := goodput.in_sessions:
         between = f"plus {duration(goodput.between)} between sessions"
         note = between if goodput.between >= 1 else ""
-        found.append(Figure("time in sessions", duration(seconds), note, seconds))
+        yield Figure("time in sessions", duration(seconds), note, seconds)
     if (share := goodput.share) is not None:
         words = "of session time spent on steps that count"
-        found.append(Figure("goodput", f"{share:.1%}", words, share))
-    found += _throughput(report)
+        yield Figure("goodput", f"{share:.1%}", words, share)
+    devices = report.sessions[-1].facts.get("devices") if report.sessions else None
+    for unit in ("tokens", "samples"):
+        if len(rates := logged.points(f"{unit}_per_second")[1]):
+            rate = float(np.median(rates))
+            note = f"{unit}/s per device, median"
+            if isinstance(devices, int) and devices > 1:
+                note += f"; {in_short(rate * devices)} in total"
+            yield Figure("throughput", f"{rate:,.0f}", note, rate)
     if len(mfu := logged.points("mfu")[1]):
         middle = float(np.median(mfu))
-        found.append(Figure("MFU", f"{middle:.1%}", "median", middle))
+        yield Figure("MFU", f"{middle:.1%}", "median", middle)
     if len(memory := logged.points("memory_gib")[1]):
         most = float(memory.max())
-        found.append(Figure("memory", f"{most:.1f} GiB", "peak per device", most))
+        yield Figure("memory", f"{most:.1f} GiB", "peak per device", most)
     if count := len(report.sessions):
         lost = sum(one.lost_steps for one in report.sessions)
         words = f"{lost:,} steps lost and repeated" if lost else "no steps were lost"
-        found.append(Figure("sessions", f"{count:,}", words, count))
+        yield Figure("sessions", f"{count:,}", words, count)
     if count := len(status.faults):
-        found.append(Figure("faults", f"{count:,}", "", count))
-    return found
+        yield Figure("faults", f"{count:,}", "", count)
 
 
-def _loss(logged: MetricColumns) -> Iterator[Figure]:
+def _losses(logged: MetricColumns, held_out: MetricColumns) -> Iterator[Figure]:
     steps, losses = logged.points("loss")
     if (since := logged.not_finite_since("loss")) is not None:
         before = f"; before: {losses[-1]:.4f}" if len(losses) else ""
@@ -313,28 +302,13 @@ def _loss(logged: MetricColumns) -> Iterator[Figure]:
         mean = float(means(steps, losses, fine)[1][-1])
         what = f"mean of the last {fine:,} steps" if fine > 1 else "at the last step logged"
         yield Figure("loss", f"{mean:.4f}", what, mean)
-
-
-def _best(held_out: MetricColumns) -> Iterator[Figure]:
-    steps, values = held_out.points("value")
-    if len(values):
-        best = int(np.argmin(values))
+    steps, losses = held_out.points("value")
+    if len(losses):
+        best = int(np.argmin(losses))
         is_finite = held_out.not_finite_since("value") is None
-        last = f"{values[-1]:.4f}" if is_finite else "not finite"
+        last = f"{losses[-1]:.4f}" if is_finite else "not finite"
         note = f"best, at step {int(steps[best]):,}; last {last}"
-        yield Figure("validation loss", f"{values[best]:.4f}", note, float(values[best]))
-
-
-def _throughput(report: RunReport) -> Iterator[Figure]:
-    devices = report.sessions[-1].facts.get("devices") if report.sessions else None
-    for unit in ("tokens", "samples"):
-        rates = report.lines.logged.points(f"{unit}_per_second")[1]
-        if len(rates):
-            rate = float(np.median(rates))
-            note = f"{unit}/s per device, median"
-            if isinstance(devices, int) and devices > 1:
-                note += f"; {in_short(rate * devices)} in total"
-            yield Figure("throughput", f"{rate:,.0f}", note, rate)
+        yield Figure("validation loss", f"{losses[best]:.4f}", note, float(losses[best]))
 
 
 def environment_of(report: RunReport) -> list[tuple[str, str]]:

@@ -1,5 +1,5 @@
 """Live views of runs in a terminal: `overland watch` follows one, `overland ls` lists many.
 
-`watch.py` reads what changes in a run folder, with the readers of `files.py`; `view.py` draws it,
-and `queue.py` asks Slurm.
+`watch.py` reads what changes in a run folder, with the readers of `files.py`, and asks Slurm;
+`view.py` draws it.
 """

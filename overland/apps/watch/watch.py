@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from overland.apps.watch.files import (
     read_toml,
     table_in,
 )
-from overland.apps.watch.queue import Queue, QueuedJob
 from overland.cluster.supervise.events import LARGEST, Event, Events
 from overland.config.schema import NO_DESCRIPTION
 from overland.errors import NoRun
@@ -47,6 +47,7 @@ from overland.run_folder import (
     SUBMITTED,
     steps_in,
 )
+from overland.slurm import squeue
 from overland.training.history import History, Points, Record, is_step, thinned
 from overland.words import command, duration
 
@@ -71,6 +72,8 @@ OWNER_SECONDS = 120.0  # renewed every 15 s, but NFS may show it a minute late
 CURVE_POINTS = 2000
 NOT_FINITE = re.compile(rf"{CHECKPOINT.pattern}\.nonfinite")
 SAVING = re.compile(rf"\.{CHECKPOINT.pattern}\.tmp")
+ASK_EVERY_SECONDS = 20.0  # controllers of large clusters are busy
+ANSWER_SECONDS = 15.0
 
 
 @dataclass
@@ -393,3 +396,50 @@ def _read_owner(path: Path) -> Event:
 
 def _names(value: object) -> list[str]:
     return [str(name) for name in value] if isinstance(value, list) else []
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    id: str
+    state: str
+    left: str
+    """Remaining walltime, in Slurm's format."""
+    reason: str
+    """Why it is waiting."""
+    start: str
+    """When it started, or is expected to."""
+
+    @property
+    def runs(self) -> bool:
+        return self.state not in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+
+
+class Queue:
+    def __init__(self) -> None:
+        self.jobs: list[QueuedJob] | None = None
+        """None until Slurm has answered, and if there is no Slurm."""
+        self._thread: threading.Thread | None = None
+        self._asked = -ASK_EVERY_SECONDS
+
+    def ask(self, which: str, patience: float = 0.0) -> None:
+        """Asks for the jobs selected by this squeue option, unless it was asked recently; waits for
+        the answer for at most `patience` seconds."""
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if not is_busy and time.monotonic() - self._asked >= ASK_EVERY_SECONDS:
+            self._asked = time.monotonic()
+            self._thread = threading.Thread(target=self._ask, args=(which,), daemon=True)
+            self._thread.start()
+        if self._thread is not None:
+            self._thread.join(patience)
+
+    def _ask(self, which: str) -> None:
+        self.jobs = queued(which)
+
+
+def queued(which: str) -> list[QueuedJob] | None:
+    lines = squeue(which, form="%i|%T|%L|%r|%S", timeout=ANSWER_SECONDS)
+    if lines is None:
+        return None
+    rows = [line.split("|") for line in lines]
+    jobs = [QueuedJob(*row) for row in rows if len(row) == 5]
+    return sorted(jobs, key=lambda job: (not job.runs, len(job.id), job.id))

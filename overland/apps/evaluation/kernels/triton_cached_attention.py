@@ -1,4 +1,4 @@
-"""The Triton versions of cached_attention.py, whose plain definitions specify what they compute.
+"""The Triton versions of attention in layers.py, whose plain definitions specify what they compute.
 Like those in triton_inference.py, they start early."""
 
 from __future__ import annotations

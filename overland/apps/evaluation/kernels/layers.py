@@ -1,8 +1,11 @@
-"""Attention of one new token per row to those before it, whose keys and values are cached.
+"""The operations of a layer without gradients, in as few kernels as possible. In generation a step
+has few rows: reading each weight once should take all of the time.
 
-The cache has T places per row. A row's `length` is the number of places in use; the new token gets
-the next one, and its rotary position is the same number. This is the plain definition; the Triton
-version (triton_cached_attention.py) needs bfloat16 or float16.
+These are the plain definitions; the Triton versions (triton_inference.py and, for attention of one
+new token per row to those before it, triton_cached_attention.py) need bfloat16 or float16.
+
+The cache of keys and values has T places per row. A row's `length` is the number of places in use;
+the new token gets the next one, and its rotary position is the same number.
 """
 
 from __future__ import annotations
@@ -13,8 +16,72 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overland.apps.evaluation.kernels.inference import rms_norm
 from overland.kernels import triton_takes
+
+MOST_ROWS = 64  # with more rows the product itself takes time, and a library is faster
+
+
+def linear(x_BD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    if not _is_few(x_BD, weight_ND):
+        return F.linear(x_BD, weight_ND, bias_N)
+    from overland.apps.evaluation.kernels import triton_inference
+
+    return triton_inference.linear(x_BD, weight_ND, bias_N)
+
+
+def gated(x_BD: Tensor, weight_2FD: Tensor, bias_2F: Tensor | None = None) -> Tensor:
+    """Returns silu(gate) * up; the matrix holds the rows of the gate, then those of the other."""
+    if bias_2F is None and _is_few(x_BD, weight_2FD):
+        from overland.apps.evaluation.kernels import triton_inference
+
+        return triton_inference.gated(x_BD, weight_2FD)
+    both_B2F = F.linear(x_BD, weight_2FD, bias_2F)
+    if not _takes(x_BD):
+        return silu_times_plain(both_B2F)
+    from overland.apps.evaluation.kernels import triton_inference
+
+    return triton_inference.silu_times(both_B2F)
+
+
+def silu_times_plain(both_B2F: Tensor) -> Tensor:
+    gate_BF, up_BF = both_B2F.chunk(2, dim=1)
+    return F.silu(gate_BF) * up_BF
+
+
+def add_norm(
+    x_BD: Tensor, more_BD: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns x + more, and its RMSNorm."""
+    if not _takes(x_BD):
+        return add_norm_plain(x_BD, more_BD, weight_D, eps)
+    from overland.apps.evaluation.kernels import triton_inference
+
+    return triton_inference.add_norm(x_BD, more_BD, weight_D, eps)
+
+
+def add_norm_plain(
+    x_BD: Tensor, more_BD: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    if more_BD is not None:
+        x_BD = x_BD + more_BD
+    return x_BD, rms_norm(x_BD, weight_D, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns the RMSNorm as in models/decoder.py: normalized in high precision, rounded, then
+    multiplied by the weight."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def _is_few(x_BD: Tensor, weight_ND: Tensor) -> bool:
+    return len(x_BD) <= MOST_ROWS and _takes(weight_ND)
+
+
+def _takes(tensor: Tensor) -> bool:
+    """Whether a Triton version takes this tensor and others like it."""
+    return tensor.dtype in (torch.bfloat16, torch.float16) and triton_takes(tensor)
 
 
 @dataclass(frozen=True)
@@ -36,7 +103,7 @@ class Heads:
 def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads) -> Tensor:
     """Processes rows from their first token on: writes their keys and values, and returns the
     queries, [B, S, H, d]."""
-    if qkv_BSE.dtype not in (torch.bfloat16, torch.float16) or not triton_takes(qkv_BSE):
+    if not _takes(qkv_BSE):
         return begin_plain(qkv_BSE, keys_BKTd, values_BKTd, heads)
     from overland.apps.evaluation.kernels import triton_cached_attention
 
@@ -58,7 +125,7 @@ def attend(
 ) -> Tensor:
     """Returns [B, H d]; writes the new keys and values. `qkv_BE` holds the heads of the queries,
     then those of the keys, then those of the values."""
-    if qkv_BE.dtype not in (torch.bfloat16, torch.float16) or not triton_takes(qkv_BE):
+    if not _takes(qkv_BE):
         return attend_plain(qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads)
     from overland.apps.evaluation.kernels import triton_cached_attention
 
