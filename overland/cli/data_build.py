@@ -14,6 +14,7 @@ import typer
 
 from overland.apps.progress import progress_bar
 from overland.cli.common import user_errors
+from overland.words import clock, counted_words
 
 if TYPE_CHECKING:
     from overland.apps.data.build import BuildState, Built
@@ -94,6 +95,7 @@ def build(
     from overland.data.sft import conversations_of
     from overland.data.sources.columns import WHOLE
     from overland.data.tokenizer import Tokenizer
+    from overland.data.tokenizer_encoders import num_cores
 
     which = find_part(part, array, os.environ)
     import_sources(custom_import)
@@ -270,13 +272,6 @@ def find_part(part: str | None, array: bool, environment: Mapping[str, str]) -> 
     return number, count
 
 
-def num_cores() -> int:
-    """Returns how many cores this process may use: Slurm may grant a task only some of a node's."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def to_json(built: Built, seconds: float) -> dict[str, Any]:
     counted = built.counted
     return {
@@ -300,20 +295,18 @@ def unit_of(built: Built) -> str:
 
 
 def built_lines(built: Built, seconds: float) -> Iterator[str]:
-    counted, shards = built.counted, f"{built.layout.num_shards:,}"
+    counted, unit, shards = built.counted, unit_of(built), f"{built.layout.num_shards:,}"
     if built.made.num_made < built.layout.num_shards:
         shards += f" ({built.made.num_made:,} built now)"
     yield f"{'documents':<12}{counted.num_documents:,}"
-    yield f"{unit_of(built):<12}{counted.num_tokens:,}"
+    yield f"{unit:<12}{counted.num_tokens:,}"
     yield f"{'skipped':<12}{counted.num_bad:,}"
-    for what, count in sorted(counted.counts.items()):
-        yield f"{count:,} {what}"
+    yield from counted_words(counted.counts)
     yield f"{'shards':<12}{shards}"
     yield f"{'seconds':<12}{seconds:,.1f}"
     if built.made.num_tokens:
-        yield f"{unit_of(built) + '/s':<12}{built.made.num_tokens / seconds:,.0f}"
-    yield f"{'folder':<12}{built.layout.folder}"
-    yield ""
+        yield f"{unit + '/s':<12}{built.made.num_tokens / seconds:,.0f}"
+    yield f"{'folder':<12}{built.layout.folder}\n"
     if built.totals is None:
         made = len(built.layout.made())
         yield f"not complete: {made:,} shards are built; build the other parts"
@@ -330,8 +323,7 @@ def about(state: BuildState, seconds: float) -> str:
     )
     if not 0 < state.share < 1:
         return text
-    left = round(seconds * (1 - state.share) / state.share)
-    return f"{text}, {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
+    return f"{text}, {clock(seconds * (1 - state.share) / state.share)} left"
 
 
 def to_stderr(message: str) -> None:

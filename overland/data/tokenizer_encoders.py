@@ -107,6 +107,11 @@ def num_threads() -> int:
     wish = os.environ.get("TOKENIZERS_PARALLELISM", "").lower()
     if wish in ("off", "false", "f", "no", "n", "0"):
         return 1
+    return num_cores()
+
+
+def num_cores() -> int:
+    """Returns how many cores this process may use: Slurm may grant a task only some of a node's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -69,6 +69,10 @@ class Wanted:
     include: tuple[str, ...] = ()
 
     @property
+    def repo(self) -> Repo:
+        return open_repo(self.name, "dataset" if self.kind == "dataset" else "model")
+
+    @property
     def request(self) -> dict[str, Any]:
         """The request as stored in the folder's snapshot list."""
         include = sorted(self.include)
@@ -88,8 +92,7 @@ def fetch(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> Fet
     """Makes sure that every requested file is in `folder`, identical to the Hub's."""
     if wanted.subsets and wanted.kind != "dataset":
         raise HubError(f"--subset is for datasets; use --include for a {wanted.kind}")
-    repo = open_repo(wanted.name, "dataset" if wanted.kind == "dataset" else "model")
-    had = read_snapshot(folder)
+    repo, had = wanted.repo, read_snapshot(folder)
     if had is not None:
         check_same(had, repo, folder)
     answered = had is not None and is_answered(had, wanted)
@@ -115,8 +118,7 @@ def verify_folder(wanted: Wanted, folder: Path, report: Report = lambda *_: None
     had = read_snapshot(folder)
     if had is None:
         raise HubError(f"{folder} was not created by `overland fetch`: there is nothing to verify")
-    repo = open_repo(wanted.name, "dataset" if wanted.kind == "dataset" else "model")
-    check_same(had, repo, folder)
+    check_same(had, wanted.repo, folder)
     if wanted.revision not in (None, had.revision, had.commit):
         raise HubError(f"{folder} contains {had.revision}, commit {had.commit}, of {had.name}")
     return find_problems(folder, had.files, Bytes(report, "checking", had).add)

@@ -131,7 +131,8 @@ class _Frames(io.RawIOBase):
 
     def __init__(self, file: IO[bytes], begin: Callable[[], Any]) -> None:
         self._file, self._begin = file, begin
-        self._frame: Any = None
+        # An empty file is one of no frames, except that bz2 has at least one.
+        self._frame: Any = begin() if begin is bz2.BZ2Decompressor else None
         self._rest = b""  # compressed
         self._ready = memoryview(b"")
 
