@@ -115,7 +115,7 @@ BAD = {
     ),
     "negative": (
         b'{"tokens": [1]}\n{"tokens": [-1]}\n{"tokens": [2]}\n',
-        "has -1, which is not a token id",
+        "-1 is not a token id",
     ),
     "no ids": (b'{"tokens": [1]}\n{"tokens": []}\n{"tokens": [2]}\n', "holds no tokens"),
 }
