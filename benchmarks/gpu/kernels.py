@@ -13,7 +13,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from overland.kernels import float8
-from overland.kernels.adamw import Hyperparameters, UpdateState, update, update_plain
 from overland.kernels.bfloat16 import join, split
 from overland.kernels.float8 import E4M3, E5M2, cast_both, cast_plain, product, scale_for
 from overland.kernels.gradients import (
@@ -25,6 +24,10 @@ from overland.kernels.gradients import (
     sum_of_squares_plain,
 )
 from overland.kernels.triton_kernels import TUNED
+from overland.optimizers.adamw import update_adamw, update_plain
+from overland.optimizers.elementwise import AdamW
+from overland.optimizers.parameter_shard import ParameterShard, Step
+from overland.optimizers.rule import Like
 from tests.models.test_loss import chunked_cross_entropy, plain_cross_entropy
 
 GPU = torch.device("cuda")
@@ -88,22 +91,34 @@ def check_loss() -> None:
         print(f"head and loss, chunks of {chunk}: loss and gradients off by {errors}")
 
 
+def shard_of(
+    parameter: Tensor, rest: Tensor | None, gradient: Tensor, kind: torch.dtype
+) -> ParameterShard:
+    state = {name: torch.zeros_like(parameter, dtype=kind) for name in ("exp_avg", "exp_avg_sq")}
+    kinds = dict.fromkeys(state, Like())
+    return ParameterShard("w", parameter, rest, gradient, kinds, state, {}, 1.0, 0.1, seed=3)
+
+
+def step(count: int, divisor: float = 1.0, skip: float = 0.0) -> Step:
+    numbers = (torch.tensor(one, device=GPU) for one in (float(count), divisor, skip))
+    return Step(1e-3, *numbers)
+
+
 def check_adamw() -> None:
-    def state(size: int, kind: torch.dtype, in_halves: bool) -> UpdateState:
+    def state(size: int, kind: torch.dtype, in_halves: bool) -> ParameterShard:
         generator = torch.Generator(GPU).manual_seed(0)
         numbers = [torch.randn(size, device=GPU, generator=generator) for _ in range(2)]
-        zeros = [torch.zeros(size, device=GPU, dtype=kind) for _ in range(2)]
         parameter, rest = split(numbers[0] * 0.02) if in_halves else (numbers[0] * 0.02, None)
         gradient = numbers[1].bfloat16() if in_halves else numbers[1]
-        return UpdateState(parameter, rest, gradient, *zeros, number=3)
+        return shard_of(parameter, rest, gradient, kind)
 
-    def master(it: UpdateState) -> Tensor:
+    def master(it: ParameterShard) -> Tensor:
         return (it.parameter if it.remainder is None else join(it.parameter, it.remainder)).double()
 
     kinds = ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False))
     for kind, in_halves in kinds:
         for decoupled in (True, False):
-            rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
+            rule = AdamW(0.9, 0.999, bf16_moments=kind == torch.bfloat16, decoupled=decoupled)
             kernel, twin = (state(1_000_003, kind, in_halves) for _ in range(2))
             exact = torch.nn.Parameter(master(kernel))
             reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
@@ -111,47 +126,44 @@ def check_adamw() -> None:
             )
             start = exact.detach().clone()
             for count in range(1, 6):
-                numbers = [torch.tensor(x, device=GPU) for x in (float(count), 2.5, 0.0)]
-                update([kernel], numbers[0], rates, numbers[1], numbers[2])
-                update([kernel], numbers[0], rates, numbers[1], torch.ones_like(numbers[2]))
-                update_plain([twin], numbers[0], rates, numbers[1], numbers[2])
+                update_adamw(rule, [kernel], step(count, 2.5))
+                update_adamw(rule, [kernel], step(count, 2.5, skip=1.0))
+                update_plain(rule, [twin], step(count, 2.5))
                 exact.grad = kernel.gradient.double() / 2.5
                 reference.step()
             moved = exact.detach() - start
             for name, it in (("kernel", kernel), ("twin", twin)):
                 off = error(master(it) - start, moved)
-                means = [reference.state[exact][key] for key in ("exp_avg", "exp_avg_sq")]
+                means = [reference.state[exact][key] for key in it.state]
                 moments = [
                     f"{error(a, b):.1e}, mean {float(a.double().mean() / b.mean() - 1):.1e}"
-                    for a, b in zip((it.exp_avg, it.exp_avg_sq), means, strict=True)
+                    for a, b in zip(it.state.values(), means, strict=True)
                 ]
                 print(f"adamw {kind} halves={in_halves} decoupled={decoupled} {name}: "
                       f"movement off by {off:.1e}, moments by {moments}")  # fmt: skip
             differ = [
-                float((getattr(kernel, key) != getattr(twin, key)).double().mean())
-                for key in ("exp_avg", "exp_avg_sq")
+                float((one != twin.state[name]).double().mean())
+                for name, one in kernel.state.items()
             ]
             print(f"adamw {kind} kernel and twin: shares of moments that differ {differ}")
-    one, zero = torch.ones((), device=GPU), torch.zeros((), device=GPU)
     for (kind, in_halves), moved_bytes in zip(kinds, (26, 18, 20), strict=True):
         big = state(1 << 28, kind, in_halves)
         for block, warps in ((1024, 4), (2048, 8), (4096, 8), (2048, 4)):
             TUNED["adamw"] = block, warps
-            took = milliseconds(lambda: update([big], one, rates, one, zero))  # noqa: B023
+            rule, now = AdamW(0.9, 0.999, bf16_moments=kind == torch.bfloat16), step(1)
+            took = milliseconds(lambda: update_adamw(rule, [big], now))  # noqa: B023
             print(f"adamw {kind} halves={in_halves} block {block}, {warps} warps: {took:.2f} ms, "
                   f"{moved_bytes * (1 << 28) / took / 1e9:.2f} TB/s")  # fmt: skip
 
 
 def check_not_a_number() -> None:
     """It stays none wherever it is written, or a run that is broken would look sound."""
-    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
-    one, zero = torch.ones((), device=GPU), torch.zeros((), device=GPU)
+    one = torch.ones((), device=GPU)
     for kind in (torch.float32, torch.bfloat16):
         numbers = torch.full((100_000,), float("nan"), device=GPU)
-        zeros = [torch.zeros_like(numbers, dtype=kind) for _ in range(2)]
-        state = UpdateState(*split(torch.zeros_like(numbers)), numbers, *zeros)
-        update([state], one, rates, one, zero)
-        kept = [bool(x.isnan().all()) for x in (state.parameter, state.exp_avg, state.exp_avg_sq)]
+        shard = shard_of(*split(torch.zeros_like(numbers)), numbers, kind)
+        update_adamw(AdamW(0.9, 0.999, bf16_moments=kind == torch.bfloat16), [shard], step(1))
+        kept = [bool(x.isnan().all()) for x in (shard.parameter, *shard.state.values())]
         print(f"adamw {kind}: not a number stays none in parameter and moments: {kept}")
     x = torch.full((256, 256), float("nan"), device=GPU, dtype=torch.bfloat16)
     kept = [bool(y.float().isnan().all()) for y in cast_both(x, one, E4M3)]

@@ -12,7 +12,6 @@ from overland.optimizers.rule import Elementwise, Like, Rates, StateKinds
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from overland.optimizers.parameter_shard import ParameterShard, Step
     from overland.optimizers.rule import State
 
 
@@ -23,7 +22,8 @@ class AdamW(Elementwise):
     The kernels take all parameters of a group at once. They divide the gradients and skip a step on
     the device themselves, so there is no extra pass over the gradients. They are called on the
     shards: going through DTensor costs a second in the first call and milliseconds in later ones.
-    Split master weights and bfloat16 moments have kernels of our own, which do the same arithmetic.
+    Split master weights and bfloat16 moments have kernels of our own, which do the same arithmetic
+    (see adamw.py).
     """
 
     beta1: float = 0.9
@@ -45,35 +45,6 @@ class AdamW(Elementwise):
     def state(self, name: str, shape: Sequence[int]) -> StateKinds:
         moment = Like("bfloat16" if self.bf16_moments else None)
         return {"exp_avg": moment, "exp_avg_sq": moment}
-
-    def update_all(self, shards: Sequence[ParameterShard], step: Step) -> None:
-        groups: dict[tuple[float, float], list[ParameterShard]] = {}
-        for shard in shards:
-            groups.setdefault((shard.lr_factor, shard.weight_decay), []).append(shard)
-        for (lr_factor, weight_decay), members in groups.items():
-            self._update_group(members, step, step.lr * lr_factor, weight_decay)
-
-    def _update_group(
-        self, shards: Sequence[ParameterShard], step: Step, lr: float, weight_decay: float
-    ) -> None:
-        from overland.kernels.adamw import Hyperparameters, UpdateState, update, update_whole
-
-        rates = Hyperparameters(lr, self.beta1, self.beta2, self.eps, weight_decay, self.decoupled)
-        states = [
-            UpdateState(
-                shard.parameter,
-                shard.remainder,
-                shard.gradient,
-                shard.state["exp_avg"],
-                shard.state["exp_avg_sq"],
-                shard.seed,
-            )
-            for shard in shards
-        ]
-        if self.bf16_moments or any(state.remainder is not None for state in states):
-            update(states, step.num_updates, rates, step.divisor, step.skip)
-        elif states := [state for state in states if state.parameter.numel()]:
-            update_whole(states, step.num_updates, rates, step.divisor, step.skip)
 
 
 @dataclass(frozen=True)

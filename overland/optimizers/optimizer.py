@@ -20,6 +20,7 @@ from overland.checkpoint import plan
 from overland.config import schema
 from overland.config.derived import GroupRates, group_rates
 from overland.kernels.bfloat16 import MasterWeights, join
+from overland.optimizers.adamw import update_adamw
 from overland.optimizers.elementwise import AdamW
 from overland.optimizers.parameter_shard import (
     ParameterShard,
@@ -253,6 +254,6 @@ def updater_of(rule: Rule, parameters: Mapping[str, nn.Parameter]) -> Updater:
     if isinstance(rule, WholeMatrix):
         return Matrices(rule, parameters).update
     if isinstance(rule, AdamW):
-        return rule.update_all
+        return partial(update_adamw, rule)
     assert isinstance(rule, Elementwise)
     return partial(update_in_pieces, rule)

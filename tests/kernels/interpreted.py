@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from overland.kernels.adamw import Hyperparameters, UpdateState, update_plain, update_triton
 from overland.kernels.bfloat16 import join, split
 from overland.kernels.float8 import E4M3, E5M2, cast_plain
 from overland.kernels.gradients import cross_entropy_plain_, scaled_plain, sum_of_squares_plain
@@ -26,22 +25,31 @@ from overland.kernels.triton_kernels import (
     sum_of_squares_triton,
     unpack_triton,
 )
+from overland.optimizers import adamw
+from overland.optimizers.adamw import update_adamw, update_plain, update_triton
+from overland.optimizers.elementwise import AdamW
+from overland.optimizers.parameter_shard import ParameterShard, Step
+from overland.optimizers.rule import Like
 
 # optimizer
 
 
-def state_of(shape: tuple[int, ...], moments: torch.dtype, in_halves: bool) -> UpdateState:
+def shard_of(shape: tuple[int, ...], moments: torch.dtype, in_halves: bool) -> ParameterShard:
     torch.manual_seed(0)
     wide = torch.randn(shape) * 0.02
     narrow, rest = split(wide)
-    zeros = [torch.zeros(shape, dtype=moments) for _ in range(2)]
-    gradient = torch.randn(shape).bfloat16()
+    state = {name: torch.zeros(shape, dtype=moments) for name in ("exp_avg", "exp_avg_sq")}
+    gradient, kinds = torch.randn(shape).bfloat16(), dict.fromkeys(state, Like())
     if in_halves:
-        return UpdateState(narrow, rest, gradient, *zeros, number=3)
-    return UpdateState(wide, None, gradient.float(), *zeros, number=3)
+        return ParameterShard("w", narrow, rest, gradient, kinds, state, {}, 1.0, 0.1, seed=3)
+    return ParameterShard("w", wide, None, gradient.float(), kinds, state, {}, 1.0, 0.1, seed=3)
 
 
-def master(state: UpdateState) -> Tensor:
+def step(count: int, divisor: float = 1.0, skip: float = 0.0) -> Step:
+    return Step(1e-3, torch.tensor(float(count)), torch.tensor(divisor), torch.tensor(skip))
+
+
+def master(state: ParameterShard) -> Tensor:
     whole = state.parameter if state.remainder is None else join(state.parameter, state.remainder)
     return whole.double()
 
@@ -50,40 +58,40 @@ def master(state: UpdateState) -> Tensor:
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("in_halves", [True, False])
 def test_update(moments: torch.dtype, decoupled: bool, in_halves: bool) -> None:
-    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
-    kernel, twin = (state_of((61, 67), moments, in_halves) for _ in range(2))
+    rule = AdamW(beta2=0.999, decoupled=decoupled)
+    kernel, twin = (shard_of((61, 67), moments, in_halves) for _ in range(2))
     exact = torch.nn.Parameter(master(kernel))
     start = exact.detach().clone()
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     reference = kind([exact], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
-    go, skip, divisor = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(2.5)
     for count in range(1, 6):
-        update_triton([kernel], torch.tensor(float(count)), rates, divisor, go)
-        before = [kernel.parameter.clone(), kernel.exp_avg.clone(), kernel.exp_avg_sq.clone()]
-        update_triton([kernel], torch.tensor(float(count)), rates, divisor, skip)
-        assert all(map(torch.equal, before, (kernel.parameter, kernel.exp_avg, kernel.exp_avg_sq)))
-        update_plain([twin], torch.tensor(float(count)), rates, divisor, go)
+        update_triton(rule, [kernel], step(count, 2.5))
+        before = [one.clone() for one in (kernel.parameter, *kernel.state.values())]
+        update_triton(rule, [kernel], step(count, 2.5, skip=1.0))
+        assert all(map(torch.equal, before, (kernel.parameter, *kernel.state.values())))
+        update_plain(rule, [twin], step(count, 2.5))
         exact.grad = kernel.gradient.double() / 2.5
         reference.step()
     moved = (exact.detach() - start).norm()
     bound = 2e-5 if moments == torch.float32 else 3e-3
     for one in (kernel, twin):
         assert (master(one) - exact.detach()).norm() / moved < bound
-    for one, other in ((kernel.exp_avg, twin.exp_avg), (kernel.exp_avg_sq, twin.exp_avg_sq)):
+    for one, other in zip(kernel.state.values(), twin.state.values(), strict=True):
         # Float32 sums may differ in the last bit, and chance then tips a few numbers the other way.
         assert (one != other).double().mean() < (0.01 if moments == torch.bfloat16 else 1)
         torch.testing.assert_close(one, other, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("in_halves", [True, False])
-def test_a_gradient_may_lie_the_other_way_round_and_a_shard_be_empty(in_halves: bool) -> None:
-    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
-    numbers = torch.tensor(1.0), rates, torch.tensor(1.0), torch.tensor(0.0)
-    as_it_is, turned = (state_of((61, 67), torch.float32, in_halves) for _ in range(2))
+def test_a_gradient_may_lie_the_other_way_round_and_a_shard_be_empty(
+    in_halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_it_is, turned = (shard_of((61, 67), torch.float32, in_halves) for _ in range(2))
     turned = replace(turned, gradient=turned.gradient.t().contiguous().t())
-    empty = state_of((0, 67), torch.float32, in_halves)
-    update_triton([empty, as_it_is], *numbers)
-    update_triton([turned, empty], *numbers)
+    empty = shard_of((0, 67), torch.float32, in_halves)
+    monkeypatch.setattr(adamw, "triton_takes", lambda tensor: True)
+    for some in ([empty, as_it_is], [turned, empty]):
+        update_adamw(AdamW(beta2=0.999, bf16_moments=True), some, step(1))
     assert torch.equal(master(as_it_is), master(turned))
 
 
@@ -92,21 +100,18 @@ def test_a_gradient_may_lie_the_other_way_round_and_a_shard_be_empty(in_halves: 
 def test_what_is_not_a_number_stays_none(moments: torch.dtype, in_halves: bool) -> None:
     """Or a run that is broken would look sound. All bits are 1, as in a GPU's own."""
     bad = torch.full((3000,), -1, dtype=torch.int32).view(torch.float32)
-    state = replace(state_of((3000,), moments, in_halves), gradient=bad)
-    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
-    update_triton([state], torch.tensor(5.0), rates, torch.tensor(1.0), torch.tensor(0.0))
-    for tensor in (state.parameter, state.exp_avg, state.exp_avg_sq):
+    state = replace(shard_of((3000,), moments, in_halves), gradient=bad)
+    update_triton(AdamW(beta2=0.999), [state], step(5))
+    for tensor in (state.parameter, *state.state.values()):
         assert tensor.isnan().all()
 
 
 def test_a_weight_that_was_zeroed_in_place_is_updated_from_zero() -> None:
-    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
-    numbers = torch.tensor(1.0), rates, torch.tensor(1.0), torch.tensor(0.0)
-    kernel, twin = (state_of((61, 67), torch.float32, in_halves=True) for _ in range(2))
+    kernel, twin = (shard_of((61, 67), torch.float32, in_halves=True) for _ in range(2))
     for one in (kernel, twin):
         one.parameter.mul_(0)  # zeros of both signs, with remainders of both
-    update_triton([kernel], *numbers)
-    update_plain([twin], *numbers)
+    update_triton(AdamW(beta2=0.999), [kernel], step(1))
+    update_plain(AdamW(beta2=0.999), [twin], step(1))
     assert torch.allclose(master(kernel), -1e-3 * kernel.gradient.double().sign(), rtol=1e-3)
     torch.testing.assert_close(master(kernel), master(twin), rtol=1e-6, atol=0)
 

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
-from overland.kernels import adamw
-from overland.kernels.adamw import Hyperparameters, UpdateState, update
 from overland.kernels.bfloat16 import join, split
+from overland.optimizers import parameter_shard
+from overland.optimizers.adamw import update_adamw
+from overland.optimizers.elementwise import AdamW
+from overland.optimizers.parameter_shard import ParameterShard, Step
+from overland.optimizers.rule import Like
+
+
+def shard(
+    parameter: Tensor,
+    rest: Tensor | None,
+    gradient: Tensor,
+    moments: Sequence[Tensor],
+    decay: float = 0.0,
+) -> ParameterShard:
+    state = {"exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    kinds = dict.fromkeys(state, Like())
+    return ParameterShard("w", parameter, rest, gradient, kinds, state, {}, 1.0, decay, seed=7)
+
+
+def step(count: int, lr: float, divisor: float = 1.0, skip: float = 0.0) -> Step:
+    return Step(lr, torch.tensor(float(count)), torch.tensor(divisor), torch.tensor(skip))
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -19,17 +41,15 @@ def test_split_update_equals_torch(decoupled: bool, dtype: torch.dtype) -> None:
     zeros = torch.zeros_like(whole.detach())
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     reference = kind([whole], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
-    rates = Hyperparameters(1e-2, 0.9, 0.95, 1e-8, 0.1, decoupled)
     moments = zeros.clone(), zeros.clone()
     for count in range(1, 4):
         gradient = torch.randn(40, 30).to(dtype)
         whole.grad = gradient.float() / 4
         reference.step()
-        state = UpdateState(narrow, rest, gradient, *moments)
-        numbers = torch.tensor(float(count)), rates, torch.tensor(4.0)
-        update([state], *numbers, skip=torch.tensor(0.0))
+        ours = [shard(narrow, rest, gradient, moments, decay=0.1)]
+        update_adamw(AdamW(decoupled=decoupled), ours, step(count, 1e-2, 4.0))
         before = join(narrow, rest)
-        update([state], *numbers, skip=torch.tensor(1.0))
+        update_adamw(AdamW(decoupled=decoupled), ours, step(count, 1e-2, 4.0, skip=1.0))
         assert torch.equal(join(narrow, rest), before)
     torch.testing.assert_close(join(narrow, rest), whole.detach(), rtol=1e-6, atol=1e-8)
 
@@ -40,14 +60,13 @@ def test_narrow_moments_are_right_on_average(in_halves: bool) -> None:
     early; by chance, each number is somewhere else, and their mean is where it should be."""
     torch.manual_seed(0)
     size, steps = 4096, 300
-    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.0, True)
+    rule = AdamW(beta2=0.999, bf16_moments=True)
     wide = torch.zeros(size) + 0.5
     parameter, rest = split(wide) if in_halves else (wide, None)
     moments = torch.zeros(2, size, dtype=torch.bfloat16)
     gradient = torch.full((size,), 0.3)
     for count in range(1, steps + 1):
-        state = UpdateState(parameter, rest, gradient.clone(), moments[0], moments[1])
-        update([state], torch.tensor(float(count)), rates, torch.tensor(1.0), torch.tensor(0.0))
+        update_adamw(rule, [shard(parameter, rest, gradient.clone(), moments)], step(count, 1e-3))
     exact = 0.3 * (1 - 0.9**steps), 0.3**2 * (1 - 0.999**steps)
     means = [float(moment.float().mean()) for moment in moments]
     assert means == pytest.approx(exact, rel=2e-3)
@@ -59,10 +78,9 @@ def test_narrow_moments_are_right_on_average(in_halves: bool) -> None:
 def test_a_skipped_update_leaves_narrow_moments_as_they_are() -> None:
     torch.manual_seed(0)
     moments = torch.rand(2, 100).bfloat16()
-    state = UpdateState(torch.rand(100), None, torch.rand(100), moments[0], moments[1])
+    ours = [shard(torch.rand(100), None, torch.rand(100), moments)]
     before = moments.clone()
-    rates = Hyperparameters(1e-3, 0.9, 0.95, 1e-8, 0.0, True)
-    update([state], torch.tensor(3.0), rates, torch.tensor(1.0), skip=torch.tensor(1.0))
+    update_adamw(AdamW(bf16_moments=True), ours, step(3, 1e-3, skip=1.0))
     assert torch.equal(moments, before)
 
 
@@ -70,15 +88,14 @@ def test_a_skipped_update_leaves_narrow_moments_as_they_are() -> None:
 def test_pieces_have_the_bits_of_the_whole(
     in_halves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = Hyperparameters(1e-2, 0.9, 0.95, 1e-8, 0.1, True)
     results = []
     for piece in (2**23, 1024):
-        monkeypatch.setattr(adamw, "PIECE", piece)
+        monkeypatch.setattr(parameter_shard, "PIECE", piece)
         torch.manual_seed(0)
         wide, gradient = torch.randn(50, 60), torch.randn(60, 50).T
         parameter, rest = split(wide) if in_halves else (wide, None)
         moments = torch.rand(2, 50, 60).bfloat16()
-        state = UpdateState(parameter, rest, gradient, moments[0], moments[1], number=7)
-        update([state], torch.tensor(3.0), rates, torch.tensor(1.0), skip=torch.tensor(0.0))
+        ours = [shard(parameter, rest, gradient, moments, decay=0.1)]
+        update_adamw(AdamW(bf16_moments=True), ours, step(3, 1e-2))
         results.append([wide if rest is None else join(parameter, rest), moments])
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
