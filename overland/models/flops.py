@@ -131,7 +131,8 @@ def flops_per_token(
         trained = trained_parameters(config, lora)
         whole = sum(prod(shape) for name, shape in trained.items() if ".lora_" not in name)
         products = 4.0 * (number - whole) + 6.0 * sum(map(prod, trained.values()))
-    return products + _attention(config, seq_len, causal)
+    count = own_method(config, "attention_flops")
+    return products + (float(count(seq_len, causal)) if count is not None else 0.0)
 
 
 def causal_flops_per_token(
@@ -189,11 +190,6 @@ def _by_block(structure: Structure, shapes: Shapes) -> dict[str, list[str]]:
                 number = name.removeprefix(f"{path}.").partition(".")[0]
                 found.setdefault(f"{path}.{number}", []).append(name)
     return found
-
-
-def _attention(config: Any, seq_len: int, causal: bool) -> float:
-    count = own_method(config, "attention_flops")
-    return float(count(seq_len, causal)) if count is not None else 0.0
 
 
 def _tables(structure: Structure) -> list[str]:

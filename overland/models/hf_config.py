@@ -19,7 +19,6 @@ from overland.files import LARGEST_CONFIG, read_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 RMSNORM, LAYERNORM = "rmsnorm", "layernorm"
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 SIZES = (
     "vocab_size",
@@ -231,6 +230,23 @@ def check_type(owner: type, name: str, value: Any, where: str) -> None:
     raise ModelError(f"{where}: {name} = {value!r:.100} is not of type {expected}")
 
 
+# Type of a rotary embedding → the numbers that it needs, and further ones that it may have.
+ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    # Some exporters write the second; the rule itself reads max_position_embeddings.
+    "dynamic": (("factor",), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": (
+        ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        (),
+    ),
+}
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """A rotary embedding: its type and its numbers; those that a type does not use stay None."""
@@ -251,49 +267,26 @@ class RopeConfig:
     truncate: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_TYPES:
+        if self.rope_type not in ROPE_NUMBERS:
             raise ModelError(
                 f"rope_type '{self.rope_type}' is not supported; known types: "
-                f"{', '.join(ROPE_TYPES)}"
+                f"{', '.join(ROPE_NUMBERS)}"
             )
         if not 0 < self.rope_theta < math.inf:
             raise ModelError(f"rope_theta must be positive, got {self.rope_theta}")
-        allowed = {*_ROPE_REQUIRED[self.rope_type], *_ROPE_OPTIONAL.get(self.rope_type, ())}
+        needed, optional = ROPE_NUMBERS[self.rope_type]
         for item in fields(self):
             if item.name in ("rope_type", "rope_theta"):
                 continue
             value = getattr(self, item.name)
-            if value is None and item.name in _ROPE_REQUIRED[self.rope_type]:
+            if value is None and item.name in needed:
                 raise ModelError(f"rope_type '{self.rope_type}' needs {item.name}, which is absent")
             if value is not None and not math.isfinite(value):
                 raise ModelError(f"rope's {item.name} must be a finite number, got {value}")
-            if value is not None and item.name not in allowed:
+            if value is not None and item.name not in (*needed, *optional):
                 raise ModelError(f"rope_type '{self.rope_type}' has no {item.name} (got {value})")
         if self.factor is not None and self.factor < 1:
             raise ModelError(f"rope factor must be at least 1, got {self.factor}")
-
-
-_LLAMA3_NUMBERS = ("low_freq_factor", "high_freq_factor")
-_YARN_NUMBERS = (
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
-_ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "original_max_position_embeddings", *_LLAMA3_NUMBERS),
-}
-_ROPE_OPTIONAL: dict[str, tuple[str, ...]] = {
-    "yarn": _YARN_NUMBERS,
-    # Written by some exporters; the dynamic rule itself reads max_position_embeddings.
-    "dynamic": ("original_max_position_embeddings",),
-}
 
 
 def rope_from_hf(hf: dict[str, Any], values: dict[str, Any]) -> RopeConfig:

@@ -91,7 +91,8 @@ class SparseLinear(ChangedLinear):
     method: Method
 
     def multiply(self, x: Tensor, weight_OD: Tensor, first: int = 0) -> Tensor:
-        return sparse_product(x, weight_OD, here(self.sparse_mask), self.group)
+        out: Tensor = SparseProduct.apply(x, weight_OD, here(self.sparse_mask), self.group)
+        return out
 
     def after_step(self, step: int) -> None:
         if step % self.refresh == 0:
@@ -116,15 +117,9 @@ class SparseLinear(ChangedLinear):
         return torch.stack((unused, torch.full_like(unused, used_OD.numel())))
 
 
-def sparse_product(x: Tensor, weight_OD: Tensor, mask_OG: Tensor, group: int) -> Tensor:
-    """Returns x · (mask ⊙ W)ᵀ; the gradient reaches all weights."""
-    out: Tensor = SparseProduct.apply(x, weight_OD, mask_OG, group)
-    return out
-
-
 class SparseProduct(torch.autograd.Function):
-    """Computes masked weights only while they are needed for a product: they are not kept for the
-    backward pass."""
+    """Computes x · (mask ⊙ W)ᵀ; the gradient reaches all weights. Masked weights exist only while
+    they are needed for a product: they are not kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OD: Tensor, mask_OG: Tensor, group: int) -> Tensor:

@@ -233,11 +233,9 @@ class Inputs:
                 f"{self.model} needs {self.first} first, which the data does not have: it has "
                 f"{', '.join(fields)}"
             )
-        return fields[self.first], self.beside_first(fields)
-
-    def beside_first(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
+        others = {
             name: value
             for name, value in fields.items()
             if name != self.first and (self.takes_all or name in self.others)
         }
+        return fields[self.first], others

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from typing import Any, get_type_hints
 
@@ -137,10 +137,6 @@ def same_state(one: str, other: str) -> bool:
     return one == other or (_RULES.get(one) is not None and _RULES.get(one) is _RULES.get(other))
 
 
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
-
-
 def _with_options(kind: type[Rule], name: str, options: Mapping[str, Any]) -> Rule:
     assert is_dataclass(kind)
     valid = {field.name: field for field in fields(kind) if field.init}
@@ -156,9 +152,9 @@ def _with_options(kind: type[Rule], name: str, options: Mapping[str, Any]) -> Ru
             raise OptimizerError(f"{name}'s option {key} = {show_value(value)}: {words}") from None
         if value != value:
             raise OptimizerError(f"{name}'s option {key} is not a number (nan)")
-    missing = [key for key, field in valid.items() if key not in options and _is_required(field)]
-    if missing:
-        raise OptimizerError(f"{name} needs optimizer.options.{missing[0]}, which has no default")
+    for key, field in valid.items():
+        if key not in options and field.default is field.default_factory is MISSING:
+            raise OptimizerError(f"{name} needs optimizer.options.{key}, which has no default")
     try:
         return kind(**options)
     except ValueError as error:  # raised by the rule itself

@@ -76,20 +76,22 @@ class Matrices:
         step: Step,
     ) -> None:
         """Runs one round: the matrix of each owner, if it has one."""
-        inputs: list[Tensor | None] = []
-        for matrix in matrices:
-            inputs.append(None if matrix is None else self._before(shards[matrix.name], step))
-        rank = dist.get_rank(group) if group is not None else 0
-        mine = matrices[rank]
-        received = to_owners(inputs, mine, group)
-        results: list[Tensor] = []
+        inputs = [
+            None if matrix is None else self._before(shards[matrix.name], step)
+            for matrix in matrices
+        ]
+        mine = matrices[dist.get_rank(group) if group is not None else 0]
+        parts = [0 if one is None else one.numel() for one in inputs]  # of each owner's matrix
+        own_parts = mine.sizes if mine is not None else [0] * len(inputs)
+        given = torch.cat([one.reshape(-1) for one in inputs if one is not None])
+        received, results = exchange(given, parts, own_parts, group), given.new_empty(0)
         if mine is not None:
             whole = self.rule.whole(together(received, mine))
             require_shape(self.rule, "whole", whole, mine.shape)
-            results = apart(whole.to(received[0].dtype), mine)
-        directions = from_owners(results, inputs, group)
+            results = torch.cat([whole[box].reshape(-1) for box in mine.boxes]).to(given.dtype)
+        directions = exchange(results, own_parts, parts, group)
         for matrix, direction in zip(matrices, directions, strict=True):
-            if matrix is not None and direction is not None:
+            if matrix is not None:
                 self._after(shards[matrix.name], direction, step)
 
     def _before(self, shard: ParameterShard, step: Step) -> Tensor:
@@ -182,40 +184,16 @@ def process_group_of(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessG
     return group
 
 
-def to_owners(
-    inputs: Sequence[Tensor | None], mine: Matrix | None, group: dist.ProcessGroup | None
-) -> list[Tensor]:
-    """Sends each owner this rank's part of its matrix; returns all parts of this rank's own."""
-    sent = [0 if one is None else one.numel() for one in inputs]
-    return exchange(inputs, sent, mine.sizes if mine is not None else [0] * len(inputs), group)
-
-
-def from_owners(
-    results: Sequence[Tensor], inputs: Sequence[Tensor | None], group: dist.ProcessGroup | None
-) -> list[Tensor | None]:
-    """Sends the parts of this rank's own matrix back to all ranks, and receives one part from every
-    owner."""
-    like = next(one for one in inputs if one is not None)
-    expected = [0 if one is None else one.numel() for one in inputs]
-    given = [one.numel() for one in results] or [0] * len(inputs)
-    parts: Sequence[Tensor | None] = results or [like.new_empty(0)]
-    found = exchange(parts, given, expected, group)
-    return [None if one is None else part for one, part in zip(inputs, found, strict=True)]
-
-
 def exchange(
-    parts: Sequence[Tensor | None],
-    sent: list[int],
-    received: list[int],
-    group: dist.ProcessGroup | None,
+    given: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
 ) -> list[Tensor]:
-    """Exchanges parts of any size, all to all."""
-    outgoing = torch.cat([part.reshape(-1) for part in parts if part is not None])
-    if group is None:
-        return [outgoing]
-    incoming = outgoing.new_empty(sum(received))
-    dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
-    return list(incoming.split(received))
+    """Exchanges parts of any size, all to all: sends each rank its part of a flat tensor, and
+    returns one part from each."""
+    taken = given
+    if group is not None:
+        taken = given.new_empty(sum(received))
+        dist.all_to_all_single(taken, given, received, sent, group=group)
+    return list(taken.split(received))
 
 
 def together(parts: Sequence[Tensor], matrix: Matrix) -> Tensor:
@@ -224,7 +202,3 @@ def together(parts: Sequence[Tensor], matrix: Matrix) -> Tensor:
         place = whole[box]
         place.copy_(part.view(place.shape))
     return whole
-
-
-def apart(whole: Tensor, matrix: Matrix) -> list[Tensor]:
-    return [whole[box].reshape(-1) for box in matrix.boxes]

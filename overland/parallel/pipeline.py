@@ -165,14 +165,13 @@ class Pipeline:
         self._scale = torch.ones((), device=device)
         self._sums: list[Tensor] = []
         self._schedule: Any = None
-        self._tied = TiedEnds.find(self.parts, mesh)
+        self._tied = TiedEnds(self.parts, mesh)
 
     def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
         """Returns the summed loss times `scale`, and the objective's other sums (zero except on the
         last stage); leaves the gradients in the parameters."""
         sums = self._run("step", batch, scale)
-        if self._tied is not None:
-            self._tied.sum_gradients()
+        self._tied.sum_gradients()
         return sums
 
     def loss(self, batch: Batch) -> Tensor:
@@ -184,7 +183,7 @@ class Pipeline:
 
     def counted_once(self, parameter: nn.Parameter) -> bool:
         """Returns False for the last stage's copy of a tied embedding."""
-        return self._tied is None or not self._tied.is_copy(parameter)
+        return not self._tied.is_copy(parameter)
 
     def _run(self, how: str, batch: Batch, scale: Tensor) -> Tensor:
         first, others = self._inputs.of(batch.fields)
@@ -269,43 +268,31 @@ class TiedEnds:
     """Parameters at both ends of the pipeline: those before the first block, and their copies after
     the last one. Either or both may be on this rank."""
 
-    def __init__(
-        self,
-        pairs: Sequence[tuple[nn.Parameter | None, nn.Parameter | None]],
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        # Frozen ones have no gradients to sum.
-        self.pairs = [
-            (owner, copy)
-            for owner, copy in pairs
-            if any(one is not None and one.requires_grad for one in (owner, copy))
-        ]
-        self.group = group
-
-    @classmethod
-    def find(cls, parts: Sequence[nn.Module], mesh: Mesh) -> TiedEnds | None:
+    def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         ties = ties_of(parts[0])
-        if not ties:
-            return None
         pairs = [
             (_parameter(parts, owner), _parameter(parts, copy)) for copy, owner in ties.items()
         ]
-        return cls(pairs, end_group(mesh))
+        # Frozen ones have no gradients to sum.
+        self.pairs = [
+            both for both in pairs if any(one is not None and one.requires_grad for one in both)
+        ]
+        self.group = end_group(mesh) if ties else None
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
         return any(parameter is copy for _, copy in self.pairs)
 
     def sum_gradients(self) -> None:
-        for owner, copy in self.pairs:
-            if owner is not None and copy is not None:  # both ends on this rank
-                assert owner.grad is not None
-                assert copy.grad is not None
-                total = shard_of(owner.grad) + shard_of(copy.grad)
-                shard_of(owner.grad).copy_(total)
-                shard_of(copy.grad).copy_(total)
-            elif (mine := owner if owner is not None else copy) is not None:
-                assert mine.grad is not None
-                dist.all_reduce(shard_of(mine.grad), group=self.group)
+        for both in self.pairs:
+            here = [one for one in both if one is not None]
+            gradients = [shard_of(one.grad) for one in here if one.grad is not None]
+            assert len(gradients) == len(here)
+            if len(gradients) == 2:  # both ends on this rank
+                total = gradients[0] + gradients[1]
+                for gradient in gradients:
+                    gradient.copy_(total)
+            elif gradients:
+                dist.all_reduce(gradients[0], group=self.group)
 
 
 def _parameter(parts: Sequence[nn.Module], name: str) -> nn.Parameter | None:

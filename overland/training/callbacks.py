@@ -213,9 +213,8 @@ class CompileCache(Callback):
             return
         try:
             torch.compiler.load_cache_artifacts(made)
-        except (
-            Exception
-        ) as error:  # from another torch version, or incomplete; everything is compiled again
+        # From another torch version, or incomplete; everything is compiled again.
+        except Exception as error:
             run.call("on_message", f"{self.path} cannot be used: {error!r}")
 
     def on_step(self, run: Run) -> None:

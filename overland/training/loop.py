@@ -117,9 +117,8 @@ def conclude(run: Run) -> None:
     if run.world.is_first:
         try:
             run.folder.mark_done(run.progress.step, is_saved=run.config.checkpoint.enable)
-        except (
-            OSError
-        ) as error:  # everything is saved; the next session finds nothing to do, and marks it
+        # Everything is saved; the next session finds nothing to do, and marks it.
+        except OSError as error:
             run.call("on_message", f"{run.folder.done} cannot be written: {error.strerror}")
 
 

@@ -50,13 +50,13 @@ def saved_state(run: Run, whole: bool = False) -> State:
     parameters = named_parameters(run.model.parts)
     if run.origin is not None and not whole:
         parameters = {n: p for n, p in parameters.items() if n not in run.origin.names}
-    buffers = named_buffers(run.model.parts)
+    buffers, random_states = named_buffers(run.model.parts), random_state(run.device)
     return {
         **{f"model.{name}": run.optimizer.saved_parameter(p) for name, p in parameters.items()},
         **{f"model.{name}": buffer for name, buffer in buffers.items()},
         **run.optimizer.saved(),
         **run.scaler.state_dict(),
-        **random_tensors(run),
+        **{f"rng.{run.world.rank}.{name}": one for name, one in random_states.items()},
     }
 
 
@@ -77,11 +77,6 @@ def learned_names(run: Run) -> set[str]:
     return {f"model.{name}" for name in named_parameters(run.model.parts)} | {
         *run.optimizer.saved()
     }
-
-
-def random_tensors(run: Run) -> dict[str, Tensor]:
-    prefix = f"rng.{run.world.rank}."
-    return {prefix + name: state for name, state in random_state(run.device).items()}
 
 
 def run_facts(run: Run) -> dict[str, Any]:
