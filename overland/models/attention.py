@@ -121,18 +121,17 @@ def _block(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor
     from torch.nn.attention.flex_attention import flex_attention
 
     # Uncompiled flex attention materializes all scores; inside a compiled layer it is traced.
-    attend: Callable[..., Tensor] = flex_attention
-    if not torch.compiler.is_compiling():
-        attend = _compiled_flex_attention()
+    attend = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
     grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
-    return attend(q_BHSd, k_BKSd, v_BKSd, block_mask=mask.block_mask, enable_gqa=grouped)
+    out_BHSd: Tensor = attend(
+        q_BHSd, k_BKSd, v_BKSd, block_mask=mask.block_mask, enable_gqa=grouped
+    )
+    return out_BHSd
 
 
 @cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Mask], Tensor]] = {
@@ -299,6 +298,8 @@ def _block_mask(
     window: int | None,
     batch: int,
 ) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
     num_queries, num_keys = q_positions_BQ.shape[1], k_positions_BK.shape[1]
     q_positions_BQ = q_positions_BQ.expand(batch, num_queries)
     k_positions_BK = k_positions_BK.expand(batch, num_keys)
@@ -312,17 +313,10 @@ def _block_mask(
             result = result & (q_documents_BQ[b, q] == k_documents_BK[b, k])
         return result
 
-    return _block_mask_maker()(
+    # Compiled, because eager evaluation materializes every pair, 16 GB of them at 128k tokens.
+    return _compiled(create_block_mask)(
         seen, batch, None, num_queries, num_keys, device=str(q_positions_BQ.device)
     )
-
-
-@cache
-def _block_mask_maker() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    # Compiled, because eager evaluation materializes every pair, 16 GB of them at 128k tokens.
-    return torch.compile(create_block_mask)
 
 
 @cache

@@ -8,11 +8,12 @@ unknown keys are errors unless their value is null. Does not import torch.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from overland.errors import ModelError
 from overland.files import LARGEST_CONFIG, read_json
@@ -220,14 +221,11 @@ def _short(value: Any) -> str:
 def check_type(owner: type, name: str, value: Any, where: str) -> None:
     """Raises if a value has the wrong type: JSON may hold "32" instead of 32, and only one is a
     size."""
-    (expected,) = (str(item.type) for item in fields(owner) if item.name == name)
-    for one in expected.split(" | "):
-        inner = re.fullmatch(r"tuple\[(\w+), \.\.\.\]", one)
-        if inner and isinstance(value, tuple) and all(type(v) in _TYPES[inner[1]] for v in value):
-            return
-        if one in _TYPES and type(value) in _TYPES[one]:
-            return
-    raise ModelError(f"{where}: {name} = {value!r:.100} is not of type {expected}")
+    try:
+        TypeAdapter(get_type_hints(owner)[name]).validate_python(value, strict=True)
+    except ValidationError:
+        (expected,) = (str(item.type) for item in fields(owner) if item.name == name)
+        raise ModelError(f"{where}: {name} = {value!r:.100} is not of type {expected}") from None
 
 
 # Type of a rotary embedding → the numbers that it needs, and further ones that it may have.
@@ -319,13 +317,6 @@ def rope_from_hf(hf: dict[str, Any], values: dict[str, Any]) -> RopeConfig:
     return RopeConfig(rope_type=kind, rope_theta=float(theta), **numbers)
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-    "None": (type(None),),
-}
 _ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 _WINDOW_KEYS: dict[str, tuple[str, ...]] = {
     "none": (),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -53,23 +54,11 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, config: JobConf
     # On a CPU everything is already in host memory.
     offloads = training.enable_cpu_offload and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
-    reshard = mesh.degrees.reshard_after_forward
+    split = partial(fully_shard, mesh=mesh.shard_axes, mp_policy=precision, offload_policy=offload)
     for block in blocks:
-        fully_shard(
-            block,
-            mesh=mesh.shard_axes,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=reshard,
-        )
+        split(block, reshard_after_forward=mesh.degrees.reshard_after_forward)
     # The root keeps its parameters (embedding and head): the backward pass begins with them.
-    fully_shard(
-        model,
-        mesh=mesh.shard_axes,
-        mp_policy=precision,
-        offload_policy=offload,
-        reshard_after_forward=False,
-    )
+    split(model, reshard_after_forward=False)
     prefetch(blocks)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -347,32 +347,19 @@ def check_same_optimizer(
 ) -> None:
     """Raises if the state belongs to another optimizer, even under the same names."""
     saved = (checkpoint.run.get("config") or {}).get("optimizer") or {}
-    before, after = saved.get("name"), settings.name
-    if before is None and (found := _of_another(checkpoint, wanted)) is not None:
+    before, after, was = saved.get("name"), settings.name, ""
+    if before is not None:
+        was = "" if same_state(before, after) else f"was trained with {before}"
+    else:  # a converted one, and Lion's average has the same name as AdamW's
+        parameters = {name.rpartition(".")[0] for name in wanted if name.startswith(PREFIX)}
+        foreign = (name for name in checkpoint.tensors if name not in wanted)
+        if name := next((one for one in foreign if one.rpartition(".")[0] in parameters), ""):
+            was = f"holds {name}, so it was trained with another optimizer"
+    if was:
         raise MismatchError(
-            f"{checkpoint.path} holds {found}, which {after} does not use, so it was trained with "
-            f"another optimizer; set checkpoint.skip_optimizer = true to start {after} from scratch"
+            f"{checkpoint.path} {was}, and {after}, which this run uses, cannot use its state; set "
+            f"checkpoint.skip_optimizer = true to start {after} from scratch"
         )
-    if before is not None and not same_state(before, after):
-        raise MismatchError(
-            f"{checkpoint.path} was trained with {before}, but this run uses {after}, which cannot "
-            f"use its state; set checkpoint.skip_optimizer = true to start {after} from scratch"
-        )
-
-
-def _of_another(checkpoint: CheckpointReader, wanted: Collection[str]) -> str | None:
-    """Returns the name of a state tensor that is not wanted, for a parameter of which other state
-    is wanted: a converted checkpoint does not name its optimizer, and Lion's average has the same
-    name as AdamW's."""
-    parameters = {name.rpartition(".")[0] for name in wanted if name.startswith(PREFIX)}
-    return next(
-        (
-            name
-            for name in checkpoint.tensors
-            if name.rpartition(".")[0] in parameters and name not in wanted
-        ),
-        None,
-    )
 
 
 def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
