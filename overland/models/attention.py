@@ -234,7 +234,7 @@ def build_mask(
             run_starts_R = run_starts(documents_BS)
         cut = tuple(Piece.of(start, stop, seq_len, run_starts_R) for start, stop in pieces)
         # Checked here and not at the call: torch.compile cannot trace signatures.
-        return Mask(form, window=window, pieces=cut, tell_gqa="enable_gqa" in varlen_parameters())
+        return Mask(form, window=window, pieces=cut, tell_gqa=must_tell_gqa())
 
     keys_1K = torch.arange(seq_len, device=device)[None]
     queries_1Q = torch.cat([keys_1K[:, start:stop] for start, stop in pieces], dim=1)
@@ -320,15 +320,12 @@ def _block_mask(
 
 
 @cache
-def varlen_parameters() -> frozenset[str]:
-    """Returns the parameters that varlen attention accepts in this version of torch; none if there
-    is no such function. The import is slow because it loads the compiler, which a CPU does not
-    need."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
+def must_tell_gqa() -> bool:
+    """Whether this version of torch must be told about grouped heads. The import is slow because it
+    loads the compiler, which a CPU does not need."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def check_backend(attention: str) -> str:
@@ -369,27 +366,19 @@ def choose_form(
     if attention == "flex":
         return "block"
 
-    plain = window is None and not documents and not moved
-    if plain:
+    if window is None and not documents and not moved:
         return "causal"
-    asked = "documents" if documents else "a sliding window" if window else "pieces of a row"
     if attention == "cudnn":
+        asked = "documents" if documents else "a sliding window" if window else "pieces of a row"
         raise ModelError(
             f"attention backend 'cudnn' cannot mask {asked}; use 'auto', 'flash', 'flex' or 'sdpa'"
         )
     if attention == "flash":
-        if "window_size" not in varlen_parameters():
-            raise ModelError(
-                f"attention backend 'flash' cannot mask {asked}: torch {torch.__version__} has no "
-                "torch.nn.attention.varlen with windows; use 'flex' or 'sdpa'"
-            )
         return "varlen"
     if attention == "sdpa" or not on_gpu or dtype == torch.float64:
         return "dense"
     # varlen flash has not been tested on ROCm; flex uses Triton there.
-    if dtype not in HALF or torch.version.hip:
-        return "block"
-    return "varlen" if "window_size" in varlen_parameters() else "block"
+    return "block" if dtype not in HALF or torch.version.hip else "varlen"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -25,36 +25,6 @@ def draws_of(seed: int, sample_B: Tensor, epoch_B: Tensor, length: int) -> Tenso
     return hash_bits(row_B[:, None] + places_S, first)
 
 
-class EmbeddingNoise(nn.Module):
-    """Noise on embeddings while training (NEFTune, Jain et al. 2023, arXiv:2310.05914).
-
-        x  +  alpha / √(S · D) · u        u: uniform from -1 to 1, for each element of S tokens
-
-    Its seeds come with the batch, and only in training: so layouts, accumulation and restarts do
-    not change it, and validation has none.
-    """
-
-    num_shares = 1
-    """Number of ranks that receive different tokens of a row."""
-    part = 0
-    """Which of several equal parts of these tokens the local embedding returns."""
-
-    def __init__(self, alpha: float) -> None:
-        super().__init__()
-        self.alpha = alpha
-        self.keys = keys_of("neftune")
-
-    def forward(self, x_BRD: Tensor, noise_BS: Tensor) -> Tensor:
-        """Adds noise to the embeddings of all or some of the S local tokens of each row."""
-        num_places, width = x_BRD.shape[1:]
-        draws_BR = noise_BS[:, self.part * num_places :][:, :num_places]
-        # Row by row: a row of 2048 × 4096 takes 64 MB for each of a few 64-bit temporaries.
-        u_BRD = torch.stack([uniform(draws_R, self.keys, width) for draws_R in draws_BR])
-        scale = self.alpha / math.sqrt(noise_BS.shape[1] * self.num_shares * width)
-        wide = torch.promote_types(x_BRD.dtype, torch.float32)
-        return x_BRD + (scale * (2 * u_BRD.to(wide) - 1)).to(x_BRD.dtype)
-
-
 def uniform(draws: Tensor, keys: Keys, width: int, first: int = 0) -> Tensor:
     """Returns numbers from [0, 1) for each token, […, width], with 24 bits each, which float32
     holds exactly. They start at number `first` of the stream with these keys."""
@@ -90,3 +60,33 @@ def _shift(bits: Tensor, places: int) -> Tensor:
 
 def signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+class EmbeddingNoise(nn.Module):
+    """Noise on embeddings while training (NEFTune, Jain et al. 2023, arXiv:2310.05914).
+
+        x  +  alpha / √(S · D) · u        u: uniform from -1 to 1, for each element of S tokens
+
+    Its seeds come with the batch, and only in training: so layouts, accumulation and restarts do
+    not change it, and validation has none.
+    """
+
+    num_shares = 1
+    """Number of ranks that receive different tokens of a row."""
+    part = 0
+    """Which of several equal parts of these tokens the local embedding returns."""
+
+    def __init__(self, alpha: float) -> None:
+        super().__init__()
+        self.alpha = alpha
+        self.keys = keys_of("neftune")
+
+    def forward(self, x_BRD: Tensor, noise_BS: Tensor) -> Tensor:
+        """Adds noise to the embeddings of all or some of the S local tokens of each row."""
+        num_places, width = x_BRD.shape[1:]
+        draws_BR = noise_BS[:, self.part * num_places :][:, :num_places]
+        # Row by row: a row of 2048 × 4096 takes 64 MB for each of a few 64-bit temporaries.
+        u_BRD = torch.stack([uniform(draws_R, self.keys, width) for draws_R in draws_BR])
+        scale = self.alpha / math.sqrt(noise_BS.shape[1] * self.num_shares * width)
+        wide = torch.promote_types(x_BRD.dtype, torch.float32)
+        return x_BRD + (scale * (2 * u_BRD.to(wide) - 1)).to(x_BRD.dtype)

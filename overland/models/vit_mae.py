@@ -66,22 +66,17 @@ class ViTMAE(nn.Module):
         noise: Tensor | None,
     ) -> Tensor:
         """Returns the patch numbers of each image, visible patches first."""
+        if sample_B is None:
+            sample_B = torch.arange(len(pixel_values), device=pixel_values.device)
+        if epoch_B is None:
+            epoch_B = torch.zeros_like(sample_B)
         if noise is None:
-            noise = self.noise(len(pixel_values), sample_B, epoch_B, pixel_values.device)
+            noise = uniform(f"{self.seed}/masks", sample_B, epoch_B, self.config.num_patches)
         return noise.argsort(dim=1)
 
     def _latent(self, pixel_values: Tensor, order_BN: Tensor) -> Tensor:
         latent_BSD: Tensor = self.vit(pixel_values, order_BN[:, : self.config.num_seen])
         return latent_BSD
-
-    def noise(
-        self, rows: int, sample_B: Tensor | None, epoch_B: Tensor | None, device: torch.device
-    ) -> Tensor:
-        if sample_B is None:
-            sample_B = torch.arange(rows, device=device)
-        if epoch_B is None:
-            epoch_B = torch.zeros_like(sample_B)
-        return uniform(f"{self.seed}/masks", sample_B, epoch_B, self.config.num_patches)
 
     def structure(self) -> Structure:
         # Encoder and decoder differ in width and length, so there is no single shape between

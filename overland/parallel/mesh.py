@@ -59,10 +59,6 @@ class Mesh:
         """Ranks that hold different tokens: dp × cp."""
         return self.cuts["sums"].get_group("dp_cp")
 
-    def part(self, name: str) -> DeviceMesh:
-        """Returns a part by name, from the first cut that has it."""
-        return next(cut for cut in self.cuts.values() if name in (cut.mesh_dim_names or ()))[name]
-
     def axis(self, name: str) -> DeviceMesh:
         """Returns one axis of the batch: pp, dp, cp or tp."""
         return self.tokens[name]
