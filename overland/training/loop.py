@@ -16,11 +16,11 @@ from overland.parallel.comm import from_first_rank
 from overland.plugins import plugin
 from overland.training.callbacks import Record
 from overland.training.health import BadSteps
-from overland.training.ledger_writer import LedgerWriter
 from overland.training.records import Meter, write_plan
 from overland.training.resume import resume_newest
 from overland.training.run import Run
 from overland.training.saving import (
+    LedgerWriter,
     check_last_save,
     is_due,
     report_saves,
