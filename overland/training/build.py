@@ -46,7 +46,7 @@ from overland.training.callbacks import (
 )
 from overland.training.fit import held_bytes, require_memory, resolve_auto
 from overland.training.health import LossScaler, SpikeGuard
-from overland.training.inner_state import InnerState, Sparsity
+from overland.training.inner_state import InnerState
 from overland.training.records import MetricsFile, SessionFile, describe_run
 from overland.training.reference import reference_for
 from overland.training.resume import preparer_for, start_from
@@ -134,7 +134,6 @@ def build_run(
         model=model,
         objective=objective,
         inner=InnerState(parts, mesh),
-        sparsity=Sparsity(parts, mesh),
         global_batch_size=rows,
         optimizer=optimizer,
         scaler=LossScaler(config.training.mixed_precision_param == "float16", device),

@@ -17,10 +17,11 @@ from overland.parallel.comm import sum_of_model, sum_over, total_sums
 from overland.parallel.mesh import Mesh
 from overland.world.exchange import all_gather
 
+SPARSITY = "train/sparsity"
+
 
 class InnerState:
-    """Handles losses, statistics and state inside the model (see models/inner.py); most models have
-    none."""
+    """Most models have none of these."""
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         modules = [module for part in parts for module in part.modules()]
@@ -42,6 +43,13 @@ class InnerState:
             if isinstance(inside, Statistic) and not isinstance(inside, InnerLoss)
         }
         self._names = sorted(of_all_stages([loss.name for loss in self._losses], mesh))
+        self._sparse = {
+            plain_name(name): layers
+            for part in parts
+            for name, block in blocks_of(part).items()
+            if (layers := [one for one in block.modules() if isinstance(one, SparseLinear)])
+        }
+        self._sparse_names = of_all_stages(list(self._sparse), mesh)
 
     def begin_step(self, scale: Tensor) -> None:
         """Resets what a step accumulates; `scale` is the loss scale divided by the number of rows
@@ -64,50 +72,30 @@ class InnerState:
                     buffer.copy_(torch.where(skip, before[name], buffer))
 
     def logged(self, num_rows: int) -> dict[str, float]:
-        """Returns the mean of each loss inside the model in the last step. Called by all ranks
-        together."""
+        """Returns the mean of each loss inside the model in the last step, and the sparsity. Called
+        by all ranks together."""
         if not self._names:
-            return {}
-        device = torch.device(self._mesh.device_type)
-        sums = torch.zeros(len(self._names), dtype=torch.float64, device=device)
+            return self._sparsity()
+        sums = torch.zeros(len(self._names), dtype=torch.float64, device=self._mesh.device_type)
         for loss in self._losses:
             sums[self._names.index(loss.name)] += loss.total
         means = total_sums(sums, self._mesh) / num_rows
-        return dict(zip(self._names, means.tolist(), strict=True))
-
-
-class Sparsity:
-    """The share of weights that are zero, over all sparse layers and per block."""
-
-    NAME = "train/sparsity"
-
-    def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._layers = {
-            plain_name(name): layers
-            for part in parts
-            for name, block in blocks_of(part).items()
-            if (layers := [one for one in block.modules() if isinstance(one, SparseLinear)])
-        }
-        self._names = of_all_stages(list(self._layers), mesh)
+        return {**dict(zip(self._names, means.tolist(), strict=True)), **self._sparsity()}
 
     @torch.no_grad()
-    def logged(self) -> dict[str, float]:
-        """Returns the shares by name. Called by all ranks together."""
-        if not self._names:
+    def _sparsity(self) -> dict[str, float]:
+        """Returns the share of weights that are zero, over all sparse layers and per block."""
+        names = self._sparse_names
+        if not names:
             return {}
-        device = torch.device(self._mesh.device_type)
-        counts_N2 = torch.zeros(len(self._names), 2, dtype=torch.int64, device=device)
-        for name, layers in self._layers.items():
-            counts_N2[self._names.index(name)] = sum(layer.num_unused() for layer in layers)
+        counts_N2 = torch.zeros(len(names), 2, dtype=torch.int64, device=self._mesh.device_type)
+        for name, layers in self._sparse.items():
+            counts_N2[names.index(name)] = sum(layer.num_unused() for layer in layers)
         sum_of_model(counts_N2, self._mesh)
         shares_N = (counts_N2[:, 0] / counts_N2[:, 1]).tolist()
         unused, total = counts_N2.sum(0).tolist()
-        blocks = zip(self._names, shares_N, strict=True)
-        return {
-            self.NAME: unused / total,
-            **{f"{self.NAME}/{name}": share for name, share in blocks},
-        }
+        shares = {f"{SPARSITY}/{name}": share for name, share in zip(names, shares_N, strict=True)}
+        return {SPARSITY: unused / total, **shares}
 
 
 def of_all_stages(names: list[str], mesh: Mesh) -> list[str]:

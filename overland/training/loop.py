@@ -161,7 +161,6 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
         run.measure.unit: run.progress.tokens,
         **dict(zip(run.objective.metrics, result.metrics.tolist(), strict=True)),
         **run.inner.logged(run.global_batch_size),
-        **run.sparsity.logged(),
         **meter.read(run),
         "skipped_steps": len(skipped),
         "empty_steps": len(empty),

@@ -24,7 +24,7 @@ from overland.parallel.mesh import Mesh
 from overland.run_folder import RunFolder
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.history import Record
-from overland.training.inner_state import InnerState, Sparsity
+from overland.training.inner_state import InnerState
 from overland.world import World
 from overland.world.heartbeat import Heartbeat
 
@@ -82,7 +82,6 @@ class Run:
     model: ParallelModel
     objective: Objective
     inner: InnerState
-    sparsity: Sparsity
     global_batch_size: int
     optimizer: Optimizer
     scaler: LossScaler
