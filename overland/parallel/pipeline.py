@@ -55,27 +55,25 @@ def stages_of_rank(rank: int, pp: int, schedule: str) -> list[int]:
 def deal_blocks(costs: StageCosts, num_stages: int) -> list[range]:
     """Returns the consecutive blocks of each stage, at least one: the division with the smallest
     sum of squared costs; of equal ones, the one that gives more to earlier stages."""
-    blocks, total = costs.blocks, len(costs.blocks)
-    sums = [0.0, *itertools.accumulate(blocks)]
-    # best[n]: for the n + 1 last stages, by their first block: the least sum of squares, and where
-    # the first of these stages ends.
-    last = {first: ((sums[-1] - sums[first] + costs.after) ** 2, total) for first in range(total)}
-    best = [last]
-    for behind in range(1, num_stages):
-        after = best[-1]
-        best.append({
-            first: min(
-                ((sums[end] - sums[first]) ** 2 + after[end][0], -end)
-                for end in range(first + 1, total - behind + 1)
-            )
-            for first in range(total - behind)
-        })  # fmt: skip
-    ends, first = [], 0
-    for table in reversed(best):
-        end = abs(table[first][1])
-        ends.append(range(first, end))
+    total, sums = len(costs.blocks), [0.0, *itertools.accumulate(costs.blocks)]
+
+    @cache
+    def best(first: int, stages: int) -> tuple[float, int]:
+        """Returns the least sum of squares of that many last stages, of which one begins with block
+        `first`, and the negative number of the block that the one after it begins with."""
+        if stages == 1:
+            return (sums[-1] - sums[first] + costs.after) ** 2, -total
+        return min(
+            ((sums[end] - sums[first]) ** 2 + best(end, stages - 1)[0], -end)
+            for end in range(first + 1, total - stages + 2)
+        )
+
+    dealt, first = [], 0
+    for stages in range(num_stages, 0, -1):
+        end = -best(first, stages)[1]
+        dealt.append(range(first, end))
         first = end
-    return ends
+    return dealt
 
 
 def micro_batches_kept(schedule: str, pp: int, num_microbatches: int) -> list[set[tuple[int, ...]]]:

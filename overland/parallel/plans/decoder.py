@@ -34,7 +34,7 @@ from overland.errors import ModelError
 from overland.models.attention import Attention, Mask, Masks, build_mask, compute_dtype
 from overland.models.config import ROLES, DecoderConfig
 from overland.models.decoder import Decoder, Head, SelfAttention
-from overland.models.structure import find_module, inside, walk_roles
+from overland.models.structure import Role, find_module, inside, walk_roles
 from overland.parallel.context import ContextAttention, gather_row, pieces_of_rank
 from overland.parallel.tensor import (
     ROWS,
@@ -132,11 +132,11 @@ class DecoderPlan:
 
 def changed_layers(layer: nn.Module) -> dict[str, SplitLinear]:
     """Returns the linear layers that a transform has changed."""
-    changed = {}
-    for path, role in ROLES.items():
-        if hasattr(find_module(layer, path), "roles"):
-            changed[path] = SplitLinear(role)
-    return changed
+    return {
+        path: SplitLinear(role)
+        for path, role in ROLES.items()
+        if hasattr(find_module(layer, path), "roles")
+    }
 
 
 def require_plan(model: Decoder, plan: dict[str, Any]) -> None:
@@ -203,19 +203,14 @@ def block_plan(qk_norm: bool) -> dict[str, Any]:
         input_layouts=(ROWS, None, None, None),
         desired_input_layouts=(Replicate(), None, None, None),
     )
+    styles = {Role.COLUMN: ColwiseParallel(), Role.ROW: RowwiseParallel(output_layouts=ROWS)}
     return {
         "input_layernorm": SequenceParallel(),
         "self_attn": gathered,
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
-        "self_attn.v_proj": ColwiseParallel(),
         **norms,
-        "self_attn.o_proj": RowwiseParallel(output_layouts=ROWS),
         "post_attention_layernorm": SequenceParallel(),
         "mlp": PrepareModuleInput(input_layouts=(ROWS,), desired_input_layouts=(Replicate(),)),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(output_layouts=ROWS),
+        **{path: styles[role] for path, role in ROLES.items() if role in styles},
     }
 
 
