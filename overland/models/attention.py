@@ -121,12 +121,11 @@ def _block(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor
     from torch.nn.attention.flex_attention import flex_attention
 
     # Uncompiled flex attention materializes all scores; inside a compiled layer it is traced.
-    attend = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    attend: Callable[..., Tensor] = flex_attention
+    if not torch.compiler.is_compiling():
+        attend = _compiled(flex_attention)
     grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
-    out_BHSd: Tensor = attend(
-        q_BHSd, k_BKSd, v_BKSd, block_mask=mask.block_mask, enable_gqa=grouped
-    )
-    return out_BHSd
+    return attend(q_BHSd, k_BKSd, v_BKSd, block_mask=mask.block_mask, enable_gqa=grouped)
 
 
 @cache
