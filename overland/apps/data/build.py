@@ -31,33 +31,30 @@ LOOK_SECONDS = 0.25
 
 
 @dataclass
-class BuildState:
-    """The progress of a build; shards that existed before it began do not count."""
+class Totals:
+    """What a corpus, or a session's part of it, holds."""
 
-    num_shards: int
-    """The number of shards to make."""
-    documents_per_shard: float
-    num_made: int = 0
     num_documents: int = 0
     num_tokens: int = 0
     num_bad: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """How many conversations were left out or truncated, by what was done."""
+
+
+@dataclass
+class BuildState(Totals):
+    """The progress of a build; shards that existed before it began do not count."""
+
+    num_shards: int = 0
+    """The number of shards to make."""
+    documents_per_shard: float = 0.0
+    num_made: int = 0
 
     @property
     def share(self) -> float:
         """The fraction that is done, roughly, including shards in progress."""
         begun = self.num_documents / max(self.documents_per_shard, 1)
         return min(max(self.num_made, min(begun, self.num_made + 1)) / max(self.num_shards, 1), 1.0)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What a corpus, or a session's part of it, holds."""
-
-    num_documents: int
-    num_tokens: int
-    num_bad: int
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """How many conversations were left out or truncated, by what was done."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,7 @@ class Built:
     @property
     def counted(self) -> Totals:
         """Counts of the corpus if it is complete, otherwise of what this session made."""
-        made = self.made
-        return self.totals or Totals(made.num_documents, made.num_tokens, made.num_bad)
+        return self.totals or self.made
 
 
 def build(
@@ -88,12 +84,12 @@ def build(
     layout = read_layout(folder)
     totals = _read_totals(layout)
     if totals is not None and not _missing(layout, range(layout.num_shards)):
-        return Built(layout, BuildState(0, layout.documents_per_shard), totals)
+        return Built(layout, BuildState(), totals)
     layout.keep_path.touch()
     number, count = part
     mine = range(layout.num_shards * number // count, layout.num_shards * (number + 1) // count)
     missing = _missing(layout, mine)
-    state = BuildState(len(missing), layout.documents_per_shard)
+    state = BuildState(num_shards=len(missing), documents_per_shard=layout.documents_per_shard)
     session = _Session(layout, source, tokenizer, state, progress)
     progress(state)
     while missing:

@@ -192,7 +192,7 @@ def listed_files(path: Path, column: str | None) -> list[str]:
     number, has_header = which
     files: list[str] = []
     for line, row in itertools.islice(_rows(path), int(has_header), None):
-        name = row[number].strip() if number < len(row) else ""
+        name = row[number] if number < len(row) else ""
         if not name.endswith(ARRAY_SUFFIXES):
             raise DataError(
                 f"{path}:{line}: expected a {any_of(list(ARRAY_SUFFIXES))} file, got {name!r:.80}"
@@ -209,30 +209,28 @@ def _path_column(path: Path, column: str | None) -> tuple[int, bool] | None:
     rows = [row for _, row in itertools.islice(_rows(path), LOOKED_AT)]
     if not rows:
         raise DataError(f"{path} is empty: it lists no files")
-    header = [name.strip().lower() for name in rows[0]]
+    header = [name.lower() for name in rows[0]]
     if column is not None:
         if column.lower() not in header:
             raise DataError(f"{path} has no column {column!r}; it has {', '.join(rows[0])}")
         return header.index(column.lower()), True
-    numbers = range(len(rows[0]))
-    found = [i for i in numbers if all(_names_file(row, i) for row in rows[1:] or rows)]
+    is_file = [[name.endswith(ARRAY_SUFFIXES) for name in row] for row in rows]
+    named = is_file[1:] or is_file
+    found = [i for i in range(len(header)) if all(any(row[i : i + 1]) for row in named)]
     if not found:
         return None
-    named = [i for i in found if header[i] in PATH_NAMES]
-    number = (named or found)[0]
-    return number, not _names_file(rows[0], number)
-
-
-def _names_file(row: list[str], number: int) -> bool:
-    return number < len(row) and row[number].strip().endswith(ARRAY_SUFFIXES)
+    number = next((i for i in found if header[i] in PATH_NAMES), found[0])
+    return number, not is_file[0][number]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     def refuse(message: str) -> None:
         raise DataError(message)
 
-    rows = rows_of(path, refuse)
-    return ((line, row) for line, row in rows if any(cell.strip() for cell in row))
+    for line, row in rows_of(path, refuse):
+        cells = [cell.strip() for cell in row]
+        if any(cells):
+            yield line, cells
 
 
 def _mark(path: Path) -> str:
