@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from overland.data.chat import ASSISTANT, ChatError, Message, Undecided
+from overland.data.sources.columns import ANSWERS, QUESTIONS, TURNS
 from overland.errors import DataError
 from overland.words import any_of
 
@@ -33,9 +34,6 @@ WORDS: dict[Shape, str] = {
     "preference": "pairs of a chosen and a rejected answer",
 }
 
-TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat")
-QUESTIONS = ("instruction", "prompt", "question", "query")
-ANSWERS = ("output", "completion", "response", "answer")
 BRACKETS = set("<|>[]")
 NO_TOOLS = ("", "[]", "null")  # as JSON text
 HEAVIEST = 1_000_000  # largest weight; sums stay exact in the type that stores them

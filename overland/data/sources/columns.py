@@ -8,6 +8,7 @@ otherwise the error lists the columns, with an example of each.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,16 +26,11 @@ EACH, JOINED = "[]", "[+]"
 WHOLE = "*"  # requested as a column, it makes each whole record a document
 LISTED = 24  # most columns that a message shows
 EXAMPLE_CHARACTERS = 32
-# What conversations and pairs for fine-tuning are called in public datasets.
-TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns")
-PAIRS = (
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("question", "answer"),
-    ("chosen", "rejected"),
-)
+# What conversations, and questions with their answers, are called in public datasets.
+TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat")
+QUESTIONS = ("instruction", "prompt", "question", "query")
+ANSWERS = ("output", "completion", "response", "answer")
+PAIRS = [*itertools.product(QUESTIONS, ANSWERS), ("chosen", "rejected")]
 Step: TypeAlias = str | None
 """A step into a record: the field of that name, or (None) every item of a list."""
 Place: TypeAlias = tuple[Step, ...]
