@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from overland.config.errors import toml_value
@@ -25,11 +26,8 @@ def reference_rows(word: str = "") -> list[dict[str, Any]]:
             rows.append(_row(inner, key.section, f"{key.name}.NAME.{name}"))
         for name, field in key.record.model_fields.items() if key.record else ():
             rows.append(_row(Key(key.dotted, name, field), key.section, f"{key.name}.{name}"))
-    return [row for row in rows if _says(row, word.lower())]
-
-
-def _says(row: dict[str, Any], word: str) -> bool:
-    return word in f"{row['section']}.{row['key']}\n{row['description']}".lower()
+    said = "{section}.{key}\n{description}"
+    return [row for row in rows if word.lower() in said.format(**row).lower()]
 
 
 def _row(key: Key, section: str, name: str) -> dict[str, Any]:
@@ -45,11 +43,8 @@ def _row(key: Key, section: str, name: str) -> dict[str, Any]:
 def reference_text(word: str = "", width: int = 100) -> str:
     """Returns the reference as plain text, or the part of it that has `word`."""
     lines: list[str] = []
-    for section, about in sections().items():
-        rows = _rows_of(section, word)
-        if word and not rows:
-            continue
-        lines += [f"[{section}]  {about}", ""]
+    for title, rows in _by_section(word):
+        lines += [title, ""]
         for row in rows:
             lines.append(f"  {row['key']} = {_default(row)}   ({row['type']})")
             lines += textwrap.wrap(
@@ -66,12 +61,8 @@ def reference_tables(word: str = "") -> list[RenderableType]:
     from rich.text import Text
 
     tables: list[RenderableType] = []
-    for section, about in sections().items():
-        rows = _rows_of(section, word)
-        if word and not rows:
-            continue
-        title = Text(f"[{section}] {about}")
-        table = Table(title=title, title_justify="left", title_style="bold", expand=True)
+    for title, rows in _by_section(word):
+        table = Table(title=Text(title), title_justify="left", title_style="bold", expand=True)
         for heading in ("key", "default", "expected", "description"):
             table.add_column(heading, ratio=4 if heading == "description" else 2, overflow="fold")
         for row in rows:
@@ -92,8 +83,13 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _rows_of(section: str, word: str) -> list[dict[str, Any]]:
-    return [row for row in reference_rows(word) if row["section"] == section]
+def _by_section(word: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yields the title and the rows of each section, or of those that have `word`."""
+    found = reference_rows(word)
+    for section, about in sections().items():
+        rows = [row for row in found if row["section"] == section]
+        if rows or not word:
+            yield f"[{section}]  {about}", rows
 
 
 def _default(row: dict[str, Any]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,14 @@ import torch
 from torch import Tensor
 
 from overland.apps.convert.formats import FORMATS, open_any, targets
-from overland.apps.convert.formats.files import Options, given_config, given_dtype
-from overland.apps.convert.formats.lazy import Changed, cast_lazily, digest
+from overland.apps.convert.formats.lazy import (
+    Changed,
+    Options,
+    cast_lazily,
+    digest,
+    given_config,
+    given_dtype,
+)
 from overland.apps.convert.formats.merge import Merged, densify, join, merge
 from overland.apps.convert.formats.overland import step_of_export
 from overland.apps.convert.formats.peft import has_adapters, trained
@@ -27,7 +34,7 @@ from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint, split_
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import publish, sync
-from overland.words import did_you_mean
+from overland.words import did_you_mean, nearest_name
 from overland.world.devices import memory_in_use
 
 CHECKS = ("hash", "logits", "none")
@@ -91,7 +98,7 @@ def convert(
         raise CheckpointError(f"--to {to} writes one file: name it {target.name}.safetensors")
     for place in (source, *([adapter] if adapter is not None else [])):
         _check_apart(place, target)
-    memory = PeakMemory()
+    growth = memory_growth()
     opened = _open(source, given_config(config), to, adapter, merge_lora)
     if config is not None and config.is_dir() and (companions := companions_in(config)):
         opened.companions = companions
@@ -102,11 +109,12 @@ def convert(
         opened = merge(opened, wanted)
     elif to == "peft":
         opened = opened.with_tensors({MODEL + name: one for name, one in trained(opened).items()})
-    weights_only = weights_only or format_.weights_only or merge_lora
-    kept = _without(_selected(opened, weights_only), exclude)
+    if not opened.weights():
+        raise CheckpointError(f"{opened.folder} contains no model weights")
+    kept = _chosen(opened, weights_only or format_.weights_only or merge_lora, exclude)
     chosen = opened.with_tensors(_with_dtype(kept, wanted))
     if exclude:
-        options = Options(**{**asdict(options), "partial": True})
+        options = replace(options, partial=True)
 
     total = sum(lazy.nbytes for lazy in chosen.tensors.values())
     largest = max((_largest(lazy) for lazy in chosen.tensors.values()), default=0)
@@ -136,7 +144,7 @@ def convert(
             verified = len(sent)
             if merge_lora:
                 products = verify_products(chosen, written)
-        growth = memory.growth()  # before models are built
+        peak = growth()  # before models are built
         if verify == "logits" or (merge_lora and verify != "none"):
             is_asked = verify == "logits"
             difference, note = verify_logits(with_adapters, written, chosen.config, is_asked)
@@ -144,7 +152,7 @@ def convert(
     num_merged = sum(isinstance(lazy, Merged) for lazy in chosen.tensors.values())
     return Conversion(
         str(source), opened.format, str(target), to, len(sent), num_bytes, verified, difference,
-        opened.own_model, num_merged, products, note, growth, 2 * largest + ALLOWANCE,
+        opened.own_model, num_merged, products, note, peak, 2 * largest + ALLOWANCE,
     )  # fmt: skip
 
 
@@ -193,28 +201,23 @@ def _check_apart(source: Path, target: Path) -> None:
         )
 
 
-def _selected(source: LazyCheckpoint, weights_only: bool) -> dict[str, Lazy]:
-    """Returns the weights, and with `weights_only` off all other tensors, such as optimizer
-    state."""
-    if not any(name.startswith(MODEL) for name in source.tensors):
-        raise CheckpointError(f"{source.folder} contains no model weights")
-    return {
+def _chosen(source: LazyCheckpoint, weights_only: bool, patterns: Sequence[str]) -> dict[str, Lazy]:
+    """Returns the weights, and with `weights_only` off all other tensors, such as optimizer state;
+    without the parameters (and their optimizer state) and other entries that match a pattern."""
+    tensors = {
         name: lazy
         for name, lazy in source.tensors.items()
         if name.startswith(MODEL) or not weights_only
     }
-
-
-def _without(tensors: dict[str, Lazy], patterns: Sequence[str]) -> dict[str, Lazy]:
-    """Drops parameters (with their optimizer state) and other entries that match a pattern."""
-    kept = dict(tensors)
+    kept = tensors
     for pattern in patterns:
-        matched = [name for name in tensors if _matches(name, pattern, tensors)]
+        matched = {name for name in tensors if _matches(name, pattern, tensors)}
         if not matched:
             plain = [name.removeprefix(MODEL) for name in tensors]
-            raise CheckpointError(f"--exclude {pattern} matches no tensor{_near(pattern, plain)}")
-        for name in matched:
-            kept.pop(name, None)
+            near = nearest_name(pattern, plain)
+            hint = f"did you mean '{near}'?" if near else f"the first is {plain[0]}"
+            raise CheckpointError(f"--exclude {pattern} matches no tensor; {hint}")
+        kept = {name: lazy for name, lazy in kept.items() if name not in matched}
     if not any(name.startswith(MODEL) for name in kept):
         raise CheckpointError("--exclude leaves no weights to convert")
     return kept
@@ -226,23 +229,16 @@ def _matches(name: str, pattern: str, tensors: dict[str, Lazy]) -> bool:
     return any(fnmatch.fnmatchcase(one, pattern) for one in names)
 
 
-def _near(pattern: str, names: list[str]) -> str:
-    hint = did_you_mean(pattern, names)
-    return hint if hint.startswith("; did") else f"; the first is {names[0]}"
-
-
 def _with_dtype(tensors: dict[str, Lazy], dtype: torch.dtype | None) -> dict[str, Lazy]:
-    """Casts floating-point weights; optimizer state is unchanged. Names that share a tensor still
-    share it afterwards."""
+    """Casts floating-point weights; optimizer state is unchanged."""
     if dtype is None:
         return tensors
-    changed: dict[int, Lazy] = {}
-    return {
-        name: changed.setdefault(id(lazy), cast_lazily(lazy, dtype))
-        if name.startswith(MODEL) and lazy.dtype.is_floating_point
-        else lazy
+    weights = {
+        name: lazy
         for name, lazy in tensors.items()
+        if name.startswith(MODEL) and lazy.dtype.is_floating_point
     }
+    return tensors | _changed(weights, lambda lazy: cast_lazily(lazy, dtype))
 
 
 def _largest(lazy: Lazy) -> int:
@@ -265,8 +261,13 @@ def _watched(tensors: dict[str, Lazy], seen: Callable[[str, Tensor], None]) -> d
 
         return Changed(lazy.shape, lazy.dtype, lazy, change)
 
+    return _changed(tensors, watched)
+
+
+def _changed(tensors: dict[str, Lazy], change: Callable[[Lazy], Lazy]) -> dict[str, Lazy]:
+    """Changes each tensor; names that share one still share it afterwards."""
     made: dict[int, Lazy] = {}
-    return {name: made.setdefault(id(lazy), watched(lazy)) for name, lazy in tensors.items()}
+    return {name: made.setdefault(id(lazy), change(lazy)) for name, lazy in tensors.items()}
 
 
 @contextmanager
@@ -294,33 +295,18 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-class PeakMemory:
-    """Peak memory since its creation; on Linux from the kernel's high-water mark."""
-
-    def __init__(self) -> None:
-        # 5 resets the mark to the current usage, since imports have a peak of their own.
-        self.base = _status("VmRSS") if _reset() else _highest()
-
-    def growth(self) -> int:
-        """Returns the growth in bytes."""
-        return max(0, _highest() - self.base)
-
-
-def _reset() -> bool:
-    try:
+def memory_growth() -> Callable[[], int]:
+    """Returns a function that returns how far the peak of memory has grown since, in bytes."""
+    with suppress(OSError):  # sets the mark to the current usage, since imports have their own peak
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return _status("VmRSS") > 0
+    base = _highest()
+    return lambda: max(0, _highest() - base)
 
 
 def _highest() -> int:
-    return _status("VmHWM") or int(memory_in_use("cpu") * 2**30)
-
-
-def _status(field: str) -> int:
+    """Returns the kernel's high-water mark of memory; without Linux, what is in use now."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        marks = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+        marks = []
+    return int(marks[0]) * 1024 if marks else int(memory_in_use("cpu") * 2**30)

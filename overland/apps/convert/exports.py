@@ -23,9 +23,8 @@ from pathlib import Path
 
 import torch
 
-from overland.apps.convert.formats.files import Options
 from overland.apps.convert.formats.hf import write_hf
-from overland.apps.convert.formats.lazy import cast_lazily
+from overland.apps.convert.formats.lazy import Options, cast_lazily
 from overland.apps.convert.formats.merge import densify, merge
 from overland.apps.convert.formats.overland import as_lazy_checkpoint
 from overland.apps.convert.formats.peft import write_peft

@@ -10,8 +10,7 @@ import torch
 
 from overland.apps.convert.convert import new_target
 from overland.apps.convert.formats import FORMATS
-from overland.apps.convert.formats.files import Options, given_dtype
-from overland.apps.convert.formats.lazy import cast_lazily, held
+from overland.apps.convert.formats.lazy import Options, cast_lazily, given_dtype, held
 from overland.apps.evaluation.model import OpenModel
 from overland.arguments import path_of, refused
 from overland.checkpoint.lazy import MODEL, Lazy, LazyCheckpoint

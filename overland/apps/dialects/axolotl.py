@@ -82,7 +82,7 @@ def _model(file: File) -> None:
         if not file.decided("model.from") and not file.decided("model.config"):
             file.lacks("base_model", None, "is missing; name the model to fine-tune")
     else:
-        folder = folder_of(file, entry, "model", "assets/hf")
+        folder = folder_of(file, entry, "model")
         if file.value("reinit_weights"):
             file.put("model.config", folder, entry, "base_model")
             file.put("model.hf_assets_path", folder, entry)
@@ -90,13 +90,11 @@ def _model(file: File) -> None:
             file.put("model.from", folder, entry, "base_model")
     tokenizer = file.take("tokenizer_config")
     if tokenizer is not None:
-        folder = folder_of(file, tokenizer, "tokenizer", "assets/hf")
+        folder = folder_of(file, tokenizer, "tokenizer")
         file.put("model.hf_assets_path", folder, tokenizer, "tokenizer_config")
     config = file.take("base_model_config")
     if config is not None and (entry is None or config.value != entry.value):
-        reason = (
-            "the architecture always comes from base_model; set model.overrides for what differs"
-        )
+        reason = "the architecture is that of base_model; set model.overrides for what differs"
         file.refuse("base_model_config", config, reason)
     for key in ("overrides_of_model_config", "model_config"):
         file.rename(key, "model.overrides")
@@ -116,11 +114,9 @@ def _lora(file: File) -> None:
         file.put("lora.base", "nf4", narrow, "load_in_4bit")
     elif adapter.value == "qlora":
         file.lacks("adapter", adapter, "qlora needs load_in_4bit: true")
-    is_given = file.keys.get("lora_model_dir") is not None
-    if not is_given:
-        for key in ("lora_r", "lora_alpha"):
-            if key not in file.keys and not file.decided(LORA[key]):
-                file.lacks(key, None, "is missing; an adapter needs it")
+    for key in ("lora_r", "lora_alpha") if "lora_model_dir" not in file.keys else ():
+        if key not in file.keys and not file.decided(LORA[key]):
+            file.lacks(key, None, "is missing; an adapter needs it")
     file.renamed.append("adapter → lora.rank")
     _targets(file)
     for key, today in LORA.items():
@@ -133,14 +129,12 @@ def _targets(file: File) -> None:
     names, all_linear = file.take("lora_target_modules"), file.take("lora_target_linear")
     if is_on(all_linear):
         others = [
-            name for name in listed(None if names is None else names.value)
+            str(name) for name in listed(names.value if names else None)
             if not str(name).endswith("_proj") and name != "all-linear"
         ]  # fmt: skip
         if others:
-            named = ", ".join(map(str, others))
-            reason = (
-                f"does not combine with lora_target_linear; list all targets, including {named}"
-            )
+            advice = f"list all targets, including {', '.join(others)}"
+            reason = f"does not combine with lora_target_linear; {advice}"
             file.refuse("lora_target_modules", names, reason)
         file.put("lora.targets", "all-linear", all_linear, "lora_target_linear")
     elif names is not None:
@@ -174,18 +168,14 @@ def _preference(file: File) -> None:
     alpha = file.take("cpo_alpha")
     if loss == "simpo" and (alpha is None or alpha.value != 0):
         reason = "must be 0 for simpo; it also learns the chosen answers, which is not supported"
-        file.refuse(
-            "cpo_alpha", alpha, reason + (" (axolotl's default is 1)" if alpha is None else "")
-        )
-    before = file.take("precompute_ref_log_probs")
-    if is_on(before):
-        file.put("preference.reference", "precomputed", before, "precompute_ref_log_probs")
+        file.refuse("cpo_alpha", alpha, f"{reason} (axolotl's default is 1)")
+    file.switch("precompute_ref_log_probs", {"preference.reference": "precomputed"})
 
 
 def _batch(file: File) -> None:
     """Translates the batch size, which in axolotl depends on the number of devices."""
-    size, passes = file.take("micro_batch_size"), file.take("gradient_accumulation_steps")
-    whole = file.take("batch_size")
+    size, whole = file.take("micro_batch_size"), file.take("batch_size")
+    passes = file.take("gradient_accumulation_steps")
     if whole is not None and type(whole.value) is not int:
         file.refuse("batch_size", whole, "expected a whole number")
     rows = 1 if size is None else size.value
@@ -223,16 +213,17 @@ def _batch(file: File) -> None:
 
 def _optimizer(file: File) -> None:
     entry = file.take("optimizer")
-    name = "adamw_torch_fused" if entry is None else entry.value
-    betas = {"adam_beta1": 0.9, "adam_beta2": 0.999}
-    if name in LION and entry is not None:
+    if entry is None:
+        return
+    name, betas = entry.value, {"adam_beta1": 0.9, "adam_beta2": 0.999}
+    if name in LION:
         options = {key[5:]: file.value(key, value) for key, value in betas.items()}
         file.put("optimizer.name", "Lion", entry, "optimizer")
         file.put("optimizer.options", options, entry)
         file.ignore("adam_epsilon", "Lion has none")
         file.default("optimizer.weight_decay", file.value("weight_decay", 0.0))
         return
-    if name in NARROW_ADAMW and entry is not None:
+    if name in NARROW_ADAMW:
         file.note(
             entry,
             f'optimizer = "{name}" is now AdamW with full-precision moments, not paged; '
@@ -242,8 +233,7 @@ def _optimizer(file: File) -> None:
         near = nearest_name(str(name), (*ADAMW, *NARROW_ADAMW, *LION))
         hint = f"; did you mean {near}?" if near else ""
         file.refuse("optimizer", entry, f"only AdamW and Lion are supported{hint}")
-    if entry is not None:
-        file.put("optimizer.name", "AdamW", entry, "optimizer")
+    file.put("optimizer.name", "AdamW", entry, "optimizer")
 
 
 def _schedule(file: File) -> None:
@@ -311,14 +301,7 @@ def _numbers(file: File) -> None:
         file.put("training.mixed_precision_param", kind, entry, name)
     elif "bf16" in given:
         file.put("training.mixed_precision_param", "float32", given["bf16"], "bf16")
-    narrow = file.take("fp8")
-    if is_on(narrow):
-        file.put("training.float8", "tensorwise", narrow, "fp8")
-    file.ignore(
-        "gradient_checkpointing",
-        "recomputes as little as memory allows (activation_checkpoint.mode)",
-    )
-    file.ignore("selective_checkpointing", "see activation_checkpoint.mode")
+    file.switch("fp8", {"training.float8": "tensorwise"})
     attention = file.take("attn_implementation")
     if attention is not None and attention.value in ("sage", "fp8"):
         file.refuse("attn_implementation", attention, "8-bit attention is not supported")
@@ -356,9 +339,8 @@ def _devices(file: File) -> None:
             file.put("training.enable_cpu_offload", True, deepspeed, "deepspeed")
     stages, (config, options) = file.take("fsdp"), file.table("fsdp_config")
     options = {key.removeprefix("fsdp_"): value for key, value in options.items()}
-    for key in ("offload_params", "reshard_after_forward"):
-        if key in options and config is not None:
-            file.expect_bool(f"fsdp_config.{key}", Entry(options[key], config.where))
+    for key in {"offload_params", "reshard_after_forward"} & options.keys() if config else ():
+        file.expect_bool(f"fsdp_config.{key}", Entry(options[key], config.where))
     file.without_meaning("fsdp", stages, SHARDING)
     file.without_meaning("fsdp_config", config, SHARDING)
     source = config or stages or file.first
@@ -372,7 +354,7 @@ def _rest(file: File) -> None:
     for today, value in DEFAULTS.items():
         file.default(today, value)
     plugins = file.take("plugins")
-    for name in listed(None if plugins is None else plugins.value):
+    for name in listed(plugins.value if plugins else None):
         if not any(one in str(name) for one in PLUGINS):
             file.refuse("plugins", plugins, f"{name} is not supported")
     file.without_meaning("plugins", plugins, KERNELS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.apps.dialects.axolotl_keys import SWITCHES
-from overland.apps.dialects.draft import SAME, Draft, path_of
+from overland.apps.dialects.draft import SAME, Draft, is_on, path_of
 from overland.config.errors import Problem, show_value
 from overland.config.fields import sections
 from overland.config.source import Entries, Entry, KeyPath, Translated, nest
@@ -63,6 +63,12 @@ class File(Draft):
         entry = self.take(key)
         if entry is not None:
             self.put(today, entry.value, entry, key)
+
+    def switch(self, key: str, today: Mapping[str, Any]) -> None:
+        """Sets current keys if a key is on."""
+        entry = self.take(key)
+        for name, value in today.items() if is_on(entry) else ():
+            self.put(name, value, entry, key)
 
     def put(self, today: str | KeyPath, value: Any, source: Entry, key: str = "") -> bool:
         """Sets a current key; `key` is the axolotl key that it comes from."""
@@ -125,14 +131,14 @@ class File(Draft):
         return done._replace(notes=first + done.notes, routine=routine)
 
 
-def folder_of(file: File, entry: Entry, kind: str, parent: str) -> str:
+def folder_of(file: File, entry: Entry, kind: str) -> str:
     """Returns a local folder, or the folder to fetch a model of this name to."""
     name = str(entry.value)
     owner, slash, last = name.partition("/")
     on_hub = slash and "/" not in last and owner not in (".", "..", "~", "")
     if not on_hub or Path(name).expanduser().exists():
         return name
-    folder = f"{parent}/{last}"
+    folder = f"assets/hf/{last}"
     fetch = command("overland", "fetch", kind, name, "--to", folder)
     file.note(entry, f"{name} is read from {folder}; `{fetch}` downloads it")
     return folder

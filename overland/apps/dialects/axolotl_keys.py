@@ -75,7 +75,7 @@ TRANSLATED = (
     "excess_length_strategy", "sample_packing", "val_set_size", "micro_batch_size",
     "gradient_accumulation_steps", "num_epochs", "max_steps", "optimizer", "lr_scheduler",
     "cosine_min_lr_ratio", "warmup_steps", "warmup_ratio", "bf16", "fp16", "float32", "fp8",
-    "gradient_checkpointing", "eval_steps", "evals_per_epoch", "save_steps", "saves_per_epoch",
+    "eval_steps", "evals_per_epoch", "save_steps", "saves_per_epoch",
     "save_strategy", "wandb_project", "use_wandb", "deepspeed", "fsdp", "fsdp_config",
 )  # fmt: skip
 
@@ -143,6 +143,8 @@ IGNORED = by_key({
         "do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split "
         "metric_for_best_model greater_is_better eval_accumulation_steps",
     "float32 products stay float32; for speed, set training.mixed_precision_param": "tf32",
+    "recomputes as little as memory allows (activation_checkpoint.mode)":
+        "gradient_checkpointing selective_checkpointing",
     "recomputation is always exact": "gradient_checkpointing_kwargs",
     "garbage is collected every training.gc_freq steps":
         "gc_steps gc_collect_steps torch_empty_cache_steps",

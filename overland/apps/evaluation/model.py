@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from overland.apps.convert.formats import LazyCheckpoint, open_any
-from overland.apps.convert.formats.files import (
+from overland.apps.convert.formats.hf import FILES, without_head
+from overland.apps.convert.formats.lazy import (
     given_config,
     given_dtype,
     is_computed,
     read_json_object,
 )
-from overland.apps.convert.formats.hf import FILES, without_head
 from overland.apps.convert.formats.merge import densify, join, merge
 from overland.apps.convert.formats.overland import (
     complete,

@@ -167,7 +167,7 @@ def test_dcp_sizes_that_lie(tmp_path: Path) -> None:
         (outside, "lies outside"),
         (hole, "missing or overlap"),
         (beyond, "are needed"),
-        (other_shape, "should hold a tensor of shape"),
+        (other_shape, r"holds \[4, 4\] of torch.float32 at byte"),
     ):
         assert_refused(damaged(change), tmp_path, match)
 

@@ -323,7 +323,7 @@ HOSTILE: list[tuple[Any, str]] = [
     (config_with(layers_to_transform=[0], layers_pattern="h"), "only 'layers' is supported"),
     (config_with(r="8"), "r = '8' is not a value that PEFT writes there"),
     (config_with(r=0), "expected a rank of 1 or more"),
-    (config_with(r=10**30), "says that its rank is 1000"),
+    (config_with(r=10**30), "does not fit the other parts and the rank, 1000"),
     (config_with(lora_alpha=[16]), "lora_alpha = [16] is not a value that PEFT writes there"),
     (
         config_with(lora_alpha=float("nan")),
@@ -339,7 +339,7 @@ HOSTILE: list[tuple[Any, str]] = [
     (config_with(layers_to_transform=[1]), "0.self_attn.q_proj, which adapter_config.json does"),
     (config_with(lora_alpha=1e30), "lora_alpha = 1e+30 is more than 1,000,000"),
     (config_with(alpha_pattern={"q_proj": 1e30}), "is more than 1,000,000"),
-    (config_with(rank_pattern={"q_proj": 4}), "says that its rank is 4"),
+    (config_with(rank_pattern={"q_proj": 4}), "does not fit the other parts and the rank, 4"),
     (config_with(rank_pattern=[1]), "rank_pattern = [1] is not"),
     (config_with(base_model_name_or_path={"../..": 1}), "is not a name"),
     (config_with(use_dora=True), "lacks model.layers.0.self_attn.q_proj.lora_magnitude_vector"),

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from overland.apps.convert.formats.dcp import detect_dcp, open_dcp, write_dcp
 from overland.apps.convert.formats.deepspeed import detect_deepspeed, open_deepspeed
-from overland.apps.convert.formats.files import Options
 from overland.apps.convert.formats.hf import detect_hf, open_hf, write_hf
+from overland.apps.convert.formats.lazy import Options
 from overland.apps.convert.formats.merge import densify
 from overland.apps.convert.formats.meta import detect_meta, open_meta, write_meta
 from overland.apps.convert.formats.overland import (

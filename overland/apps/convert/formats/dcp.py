@@ -18,19 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overland.apps.convert.formats.files import (
-    Options,
-    config_near,
-    split_by_size,
-    write_companions,
-)
 from overland.apps.convert.formats.lazy import (
     MAX_DIMS,
+    Options,
     Stored,
     Tiled,
+    config_near,
     held,
     is_tiled_by,
     num_updates,
+    split_by_size,
+    write_companions,
 )
 from overland.apps.convert.formats.meta import (
     check_is_plain_llama,
@@ -83,19 +81,22 @@ def open_dcp(path: Path, config: Config = None) -> LazyCheckpoint:
     """Opens a DCP folder. Torchtitan's names require the config, for the order of rotary rows."""
     tensors, objects = read_dcp(path)
     config = config or config_near(path, path.parent)
-    names = set(tensors) | set(objects)
-    prefix = _model_prefix(names)
+    prefix = _model_prefix(tensors.keys() | objects.keys())
     weights = {
         name.removeprefix(prefix): lazy
         for name, lazy in tensors.items()
-        if name.startswith(prefix) and not _is_other(name.removeprefix(prefix), prefix)
+        if (name.startswith(prefix) if prefix else not name.startswith(_OTHERS))
     }
     rest = {
         name: lazy for name, lazy in tensors.items() if name.removeprefix(prefix) not in weights
     }
     states, steps, rest = _states(rest, objects, weights)
     if has_meta_names(weights):
-        weights, states = _from_torchtitan(path, weights, states, config)
+        head_dim = head_dim_of(config, f"{path} has torchtitan's names and")
+        weights = to_hf_names(weights, head_dim)
+        renamed = [(to_hf_names({name: one}, head_dim), kind)
+                   for (name, kind), one in states.items()]  # fmt: skip
+        states = {(name, kind): one for named, kind in renamed for name, one in named.items()}
     canonical = {MODEL + name: lazy for name, lazy in weights.items()}
     canonical |= {f"{OPTIMIZER}{name}.{kind}": lazy for (name, kind), lazy in states.items()}
     return LazyCheckpoint(
@@ -119,34 +120,23 @@ def read_dcp(path: Path) -> tuple[dict[str, Lazy], dict[str, Any]]:
     objects: dict[str, Any] = {}
     for name, entry in metadata.get("state_dict_metadata").items():
         if entry.kind.endswith(".BytesStorageMetadata"):
-            objects[name] = _Box.at(path, places[name, None]).content()
+            objects[name] = read_torch_file(*_place(path, places[name, None]))
         else:
             tensors[name] = _tensor(path, name, entry, places)
     return tensors, objects
 
 
-@dataclass(frozen=True)
-class _Box:
-    """The position of an item in a file."""
-
-    path: Path
-    offset: int
-    length: int
-
-    @classmethod
-    def at(cls, folder: Path, info: Any) -> _Box:
-        if info.get("transform_descriptors"):
-            raise CheckpointError(
-                f"{folder} was saved with a DCP extension (compression?), which is not supported"
-            )
-        path = _file_inside(folder, info.get("relative_path"), folder / METADATA)
-        offset, length = info.get("offset"), info.get("length")
-        if type(offset) is not int or type(length) is not int:
-            raise CheckpointError(f"{folder / METADATA} has no position for an item in {path.name}")
-        return cls(path, offset, length)
-
-    def content(self) -> Any:
-        return read_torch_file(self.path, self.offset, self.length)
+def _place(folder: Path, info: Any) -> tuple[Path, int, int]:
+    """Returns the file of an item, its first byte there and its length."""
+    if info.get("transform_descriptors"):
+        raise CheckpointError(
+            f"{folder} was saved with a DCP extension (compression?), which is not supported"
+        )
+    path = _file_inside(folder, info.get("relative_path"), folder / METADATA)
+    offset, length = info.get("offset"), info.get("length")
+    if type(offset) is not int or type(length) is not int:
+        raise CheckpointError(f"{folder / METADATA} has no position for an item in {path.name}")
+    return path, offset, length
 
 
 def _file_inside(folder: Path, name: Any, named_by: Path) -> Path:
@@ -163,27 +153,24 @@ def _file_inside(folder: Path, name: Any, named_by: Path) -> Path:
 
 
 @dataclass(frozen=True, eq=False)
-class _BoxTensor(Lazy):
-    """A box that is opened only when it is read, since there may be hundreds of thousands."""
+class _Box(Lazy):
+    """A part of a tensor that is opened only when it is read, since there may be hundreds of
+    thousands."""
 
-    box: _Box
+    path: Path
+    offset: int
+    length: int
 
     def load(self) -> Tensor:
-        stored = self.box.content()
-        if not isinstance(stored, Stored) or stored.shape != self.shape:
+        found = read_torch_file(self.path, self.offset, self.length)
+        if not isinstance(found, Stored) or (found.shape, found.dtype) != (self.shape, self.dtype):
+            is_tensor = isinstance(found, Stored)
+            holds = f"{list(found.shape)} of {found.dtype}" if is_tensor else type(found).__name__
             raise CheckpointError(
-                f"{self.box.path}: byte {self.box.offset} should hold a tensor of shape "
-                f"{list(self.shape)}, but holds {_short(stored)}"
+                f"{self.path} holds {holds} at byte {self.offset}, but {METADATA} says that it is "
+                f"{list(self.shape)} of {self.dtype}"
             )
-        if stored.dtype != self.dtype:
-            raise CheckpointError(
-                f"{self.box.path} holds {stored.dtype}, but its metadata says {self.dtype}"
-            )
-        return stored.load()
-
-
-def _short(stored: Any) -> str:
-    return f"shape {list(stored.shape)}" if isinstance(stored, Stored) else type(stored).__name__
+        return found.load()
 
 
 def _read_metadata(path: Path) -> StandIn:
@@ -204,55 +191,38 @@ def _tensor(path: Path, name: str, entry: StandIn, places: dict[Any, Any]) -> La
     tiles: list[tuple[Shape, Lazy]] = []
     for chunk in entry.get("chunks"):
         corner, size = _shape(chunk.get("offsets")), _shape(chunk.get("sizes"))
-        if corner is None or size is None or not _fits(corner, size, shape):
+        if corner is None or size is None or not len(corner) == len(size) == len(shape):
+            raise CheckpointError(f"{path / METADATA}: a part of {name} has another number of dims")
+        if any(start + count > n for start, count, n in zip(corner, size, shape, strict=True)):
             raise CheckpointError(f"{path / METADATA}: a part of {name} lies outside the tensor")
         info = places.get((name, corner))
         if 0 in size:  # ranks beyond the last row write empty boxes
             continue
         if info is None:
             raise CheckpointError(f"{path / METADATA} does not say where {name} {corner} is stored")
-        tile = _BoxTensor(size, dtype, _Box.at(path, info))
-        if tile.nbytes > tile.box.length:
+        tile = _Box(size, dtype, *_place(path, info))
+        if tile.nbytes > tile.length:
             raise CheckpointError(f"{path / METADATA}: {name} claims more bytes than are stored")
         tiles.append((corner, tile))
-    whole = Tiled(shape, dtype, tiles)
     if not is_tiled_by(shape, [(corner, part.shape) for corner, part in tiles]):
         raise CheckpointError(f"{path / METADATA}: parts of {name} are missing or overlap")
-    return whole
-
-
-def _fits(corner: Shape, size: Shape, shape: Shape) -> bool:
-    return len(corner) == len(size) == len(shape) and all(
-        0 <= start <= start + count <= whole
-        for start, count, whole in zip(corner, size, shape, strict=True)
-    )
+    return Tiled(shape, dtype, tiles)
 
 
 def _shape(value: Any) -> Shape | None:
-    if (
-        isinstance(value, tuple)
-        and len(value) <= MAX_DIMS
-        and all(type(one) is int and 0 <= one < 2**63 for one in value)
-    ):
-        return value
-    return None
+    is_shape = isinstance(value, tuple) and len(value) <= MAX_DIMS
+    return value if is_shape and all(type(n) is int and 0 <= n < 2**63 for n in value) else None
 
 
 def _model_prefix(names: set[str]) -> str:
     """Returns the prefix of a model's names: `model.` if saved as {"model": …}, or none."""
-    inner = ("model.embed_tokens.weight", "lm_head.weight", "tok_embeddings.weight")
-    if any(name in names for name in inner):
-        return ""
-    return MODEL
+    inner = {"model.embed_tokens.weight", "lm_head.weight", "tok_embeddings.weight"}
+    return "" if inner & names else MODEL
 
 
-def _is_other(name: str, prefix: str) -> bool:
-    """Whether a name belongs to the optimizer, scheduler and so on, which without a prefix are
-    mixed with the model's names."""
-    outer = ("optimizer.", "optim.", "lr_scheduler", "train_state", "dataloader", "rng", "scaler.")
-    return not prefix and name.startswith(outer)
-
-
+# What the optimizer, scheduler and so on begin with, which without a prefix are mixed with the
+# model's names.
+_OTHERS = ("optimizer.", "optim.", "lr_scheduler", "train_state", "dataloader", "rng", "scaler.")
 _STATE = re.compile(r"(?:optimizer|optim)\.(?:state\.)?(.+)\.(\w+)")
 
 
@@ -275,20 +245,6 @@ def _states(
         if (match := _STATE.fullmatch(name)) and match[2] == "step":
             steps.append(float(scalar(value)))
     return states, steps, rest
-
-
-def _from_torchtitan(
-    path: Path,
-    weights: dict[str, Lazy],
-    states: dict[tuple[str, str], Lazy],
-    config: Config,
-) -> tuple[dict[str, Lazy], dict[tuple[str, str], Lazy]]:
-    head_dim = head_dim_of(config, f"{path} has torchtitan's names and")
-    renamed: dict[tuple[str, str], Lazy] = {}
-    for (name, kind), lazy in states.items():
-        ((hf_name, rows),) = to_hf_names({name: lazy}, head_dim).items()
-        renamed[hf_name, kind] = rows
-    return to_hf_names(weights, head_dim), renamed
 
 
 def _extras(tensors: dict[str, Lazy], objects: dict[str, Any]) -> dict[str, Any]:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from overland.apps.convert.formats.files import config_near
-from overland.apps.convert.formats.lazy import Joined, Stored, cast_lazily, num_updates
+from overland.apps.convert.formats.lazy import Joined, Stored, cast_lazily, config_near, num_updates
 from overland.apps.convert.formats.peft import PREFIX, plain_name, plain_names
 from overland.apps.convert.formats.pickles import StandIn
 from overland.apps.convert.formats.torch_save import read_torch_file, scalar, tensors_in
@@ -60,7 +58,9 @@ def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
     adapter = None
     if any(name.startswith(PREFIX) for name in weights):  # PEFT had wrapped the model
         weights = plain_names(weights, folder)
-        moments = {_plain_state(name): lazy for name, lazy in moments.items()}
+        states = {name: name.removeprefix(OPTIMIZER).rpartition(".") for name in moments}
+        moments = {f"{OPTIMIZER}{_plain(states[name][0])}.{states[name][2]}": lazy
+                   for name, lazy in moments.items()}  # fmt: skip
         places = [one for one in (path, folder.parent) if (one / ADAPTER_CONFIG).is_file()]
         adapter = read_adapter_config(places[0]) if places else None
     return LazyCheckpoint(
@@ -74,73 +74,52 @@ def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
     )
 
 
-def _plain_state(name: str) -> str:
-    parameter, _, kind = name.removeprefix(OPTIMIZER).rpartition(".")
-    return f"{OPTIMIZER}{_plain(parameter)}.{kind}"
-
-
 def _plain(name: str) -> str:
     return plain_name(name)[0] if name.startswith(PREFIX) else name
 
 
-@dataclass
 class _Zero:
-    folder: Path
-    states: list[dict[str, Any]]
-    optimizers: list[dict[str, Any]]
+    """The files of all ranks."""
 
-    @property
-    def world(self) -> int:
-        return len(self.optimizers)
-
-    @property
-    def stage(self) -> int:
-        return int(self.optimizers[0].get("zero_stage", 0))
-
-    @property
-    def key(self) -> str:
-        return "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-
-    def __post_init__(self) -> None:
+    def __init__(self, folder: Path, states: list[Any], optimizers: list[Any]) -> None:
+        self.folder, self.states, self.optimizers = folder, states, optimizers
+        self.world, self.stage = len(optimizers), int(optimizers[0].get("zero_stage", 0))
         if self.stage not in (1, 2, 3):
-            raise CheckpointError(f"{self.folder} has the unknown ZeRO stage {self.stage}")
-        counts = self.optimizers[0].get("partition_count", self.world)
+            raise CheckpointError(f"{folder} has the unknown ZeRO stage {self.stage}")
+        counts = optimizers[0].get("partition_count", self.world)
         wanted = max(counts) if isinstance(counts, (list, tuple)) else counts
         if wanted != self.world:
             raise CheckpointError(
-                f"{self.folder} was saved by {wanted} ranks, but has {self.world} optimizer files"
+                f"{folder} was saved by {wanted} ranks, but has {self.world} optimizer files"
             )
 
     def weights(self) -> dict[str, Lazy]:
-        vectors = [_vectors(one[self.key]) for one in self.optimizers]
-        found = dict(self._parameters(vectors))
-        return found | dict(self._frozen())
+        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        vectors = [_vectors(one[key]) for one in self.optimizers]
+        return dict(self._parameters(vectors)) | dict(self._frozen())
 
     def moments(self) -> dict[str, Lazy]:
         found: dict[str, Lazy] = {}
-        for kind in MOMENTS:
-            if any(kind not in one for one in self._adam(0).values()) or not self._adam(0):
+        ranks = [self._adam(saved) for saved in self.optimizers]
+        for kind in MOMENTS if ranks[0] else ():
+            if any(kind not in one for one in ranks[0]):
                 continue
-            vectors = [
-                _vectors([one[kind] for one in self._adam(rank).values()])
-                for rank in range(self.world)
-            ]
+            vectors = [_vectors([one[kind] for one in groups]) for groups in ranks]
             for name, lazy in self._parameters(vectors):
                 found[f"{OPTIMIZER}{name}.{kind}"] = lazy
         return found
 
     def steps(self) -> list[float]:
-        return [float(scalar(one["step"])) for one in self._adam(0).values() if "step" in one]
+        groups = self._adam(self.optimizers[0])
+        return [float(scalar(one["step"])) for one in groups if "step" in one]
 
-    def _adam(self, rank: int) -> dict[int, dict[str, Any]]:
-        """Returns the state of each group, or sub-group in stage 3, in the order of the weight
+    def _adam(self, saved: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns a rank's state of each group, or sub-group in stage 3, in the order of the weight
         vectors."""
-        saved = self.optimizers[rank]
         base = saved["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
         if isinstance(base, list):  # elastic checkpoints keep only the state
-            return dict(enumerate(base))
-        state: dict[int, dict[str, Any]] = base["state"]
-        return {index: state[index] for index in sorted(state)}
+            return base
+        return [base["state"][index] for index in sorted(base["state"])]
 
     def _parameters(self, vectors: list[list[Stored]]) -> Iterator[tuple[str, Lazy]]:
         shapes: list[dict[str, Shape]] = self.states[0]["param_shapes"]
@@ -148,17 +127,16 @@ class _Zero:
             yield from self._across_ranks(shapes, [_Vector(own) for own in vectors])
             return
         for group, named in enumerate(shapes):
-            vector = _Vector([own[group] for own in vectors])
-            yield from self._in_order(group, named, vector, [own[group] for own in vectors])
+            yield from self._in_order(group, named, [own[group] for own in vectors])
 
     def _in_order(
-        self, group: int, named: dict[str, Shape], vector: _Vector, own: list[Stored]
+        self, group: int, named: dict[str, Shape], own: list[Stored]
     ) -> Iterator[tuple[str, Lazy]]:
         # With DeepSpeed's parameter_alignment there are gaps, and every rank records where each
         # piece is.
         paddings = self.optimizers[0].get("param_alignment_paddings") or []
         has_gaps = any(any(padding) for padding in paddings)
-        place = 0
+        vector, place = _Vector(own), 0
         for name, shape in named.items():
             count = math.prod(shape)
             parts = self._fragments(group, name, own) if has_gaps else vector.take(place, count)
@@ -182,7 +160,7 @@ class _Zero:
         self, shapes: list[dict[str, Shape]], ranks: list[_Vector]
     ) -> Iterator[tuple[str, Lazy]]:
         place = 0
-        for name, shape in ((name, shape) for named in shapes for name, shape in named.items()):
+        for name, shape in (one for named in shapes for one in named.items()):
             count = math.prod(shape)
             each = math.ceil(count / self.world)
             parts: list[Stored] = []

@@ -14,16 +14,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from overland.apps.convert.formats.files import (
+from overland.apps.convert.formats.lazy import (
     Options,
     config_near,
     copy_files,
+    digest,
     is_computed,
     read_json_object,
     split_by_size,
     write_json,
 )
-from overland.apps.convert.formats.lazy import digest
 from overland.apps.convert.formats.safetensors import (
     Checksums,
     read_safetensors,

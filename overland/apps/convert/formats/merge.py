@@ -8,6 +8,7 @@ Afterwards each merged matrix is compared with its two parts by applying both to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from overland.apps.convert.formats.peft import Adapter, adapters_in, require_adapter, trained
-from overland.checkpoint.lazy import MODEL, Lazy, LazyCheckpoint
+from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
 from overland.config.adapter import settings_of
 from overland.errors import CheckpointError
 from overland.models.config import EMBEDDING, HEAD
@@ -53,13 +54,11 @@ class _Parts:
     """An adapter in memory, in a dtype of sufficient precision."""
 
     def __init__(self, adapter: Adapter, dtype: torch.dtype, name: str) -> None:
-        lazies = [adapter.a, adapter.b, *([adapter.lengths] if adapter.lengths else [])]
-        loaded = [lazy.load() for lazy in lazies]
+        loaded = [one.load() for one in (adapter.a, adapter.b, adapter.lengths) if one is not None]
         if not all(bool(tensor.isfinite().all()) for tensor in loaded):
             raise CheckpointError(f"the adapter of {name} holds values that are not finite")
-        self.wide = torch.float32
-        for tensor in (torch.empty(0, dtype=dtype), *loaded):
-            self.wide = torch.promote_types(self.wide, tensor.dtype)
+        dtypes = (torch.float32, dtype, *(tensor.dtype for tensor in loaded))
+        self.wide = functools.reduce(torch.promote_types, dtypes)
         a, b, *lengths = (tensor.to(self.wide) for tensor in loaded)
         self.left_Or, self.right_rD = (a.t(), b.t()) if adapter.is_table else (b, a)
         self.lengths_O, self.scale = lengths[0] if lengths else None, adapter.scale
@@ -81,7 +80,7 @@ def join(base: LazyCheckpoint, adapters: LazyCheckpoint) -> LazyCheckpoint:
         if is_adapter(name):
             continue
         if name == HEAD and EMBEDDING in weights:
-            config = {**config, "tie_word_embeddings": False} if config else config
+            config = _untied(config)
             known = weights.get(HEAD, weights[EMBEDDING])
         elif name in weights:
             known = weights[name]
@@ -99,7 +98,7 @@ def join(base: LazyCheckpoint, adapters: LazyCheckpoint) -> LazyCheckpoint:
             )
     if EMBEDDING in added and HEAD not in added and is_tied(config):  # PEFT trains a copy
         weights.setdefault(HEAD, weights[EMBEDDING])
-        config = {**config, "tie_word_embeddings": False} if config else config
+        config = _untied(config)
     tensors = {MODEL + name: lazy for name, lazy in {**weights, **added}.items()}
     own = {file.name for file in adapters.companions}  # the tokenizer may have new tokens
     companions = [*adapters.companions, *(one for one in base.companions if one.name not in own)]
@@ -136,7 +135,7 @@ def merge(source: LazyCheckpoint, dtype: torch.dtype | None = None) -> LazyCheck
                 f"model has {has}: the adapters belong to another model"
             )
         if name in (EMBEDDING, HEAD) and is_tied(config):  # no longer one shared matrix
-            config = {**config, "tie_word_embeddings": False} if config else config
+            config = _untied(config)
             merged.setdefault(HEAD, merged[EMBEDDING])
         merged[name] = Merged(before.shape, dtype or before.dtype, before, adapter, name)
     tensors = {MODEL + name: lazy for name, lazy in merged.items()}
@@ -146,6 +145,10 @@ def merge(source: LazyCheckpoint, dtype: torch.dtype | None = None) -> LazyCheck
 
 def is_tied(config: Mapping[str, Any] | None) -> bool:
     return bool(config and config.get("tie_word_embeddings"))
+
+
+def _untied(config: Config) -> Config:
+    return {**config, "tie_word_embeddings": False} if config else config
 
 
 def refuse_quantized(source: LazyCheckpoint) -> None:

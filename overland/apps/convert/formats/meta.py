@@ -15,14 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-from overland.apps.convert.formats.files import (
+from overland.apps.convert.formats.lazy import (
+    Changed,
     Options,
+    Stored,
+    Tiled,
     copy_files,
     is_computed,
     read_json_object,
     write_json,
 )
-from overland.apps.convert.formats.lazy import Changed, Stored, Tiled
 from overland.apps.convert.formats.torch_save import read_torch_file, tensors_in, write_torch_file
 from overland.checkpoint.lazy import (
     MODEL,

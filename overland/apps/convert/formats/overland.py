@@ -14,9 +14,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import overland
-from overland.apps.convert.formats.files import Options, read_json_object
 from overland.apps.convert.formats.hf import open_hf
-from overland.apps.convert.formats.lazy import held
+from overland.apps.convert.formats.lazy import Options, held, read_json_object
 from overland.checkpoint.folder import committed, latest_checkpoint, step_of
 from overland.checkpoint.lazy import (
     LEFT_OUT,
@@ -63,7 +62,7 @@ def detect_overland(path: Path) -> bool:
 
 
 def open_overland(path: Path, config: Config = None) -> LazyCheckpoint:
-    step = path if (path / COMMITTED).is_file() else _newest(path)
+    step = path if (path / COMMITTED).is_file() else result_of(path, *_saves(path))
     checkpoint = open_checkpoint(step, counter())
     require_readable(checkpoint)
     source = as_lazy_checkpoint(checkpoint)
@@ -227,21 +226,21 @@ def step_of_export(path: Path) -> Path | None:
     named, run = ADAPTERS.fullmatch(path.absolute().name), path.absolute().parent
     if named is None or not (run / CONFIG).is_file():
         return None
-    found = [one for one in committed(_checkpoints(run)) if step_of(one) == int(named[1])]
+    found = [one for one in committed(_saves(run)[0]) if step_of(one) == int(named[1])]
     return found[-1] if found else None
 
 
-def _settings(run_folder: Path) -> dict[str, Any]:
+def _saves(run_folder: Path) -> tuple[Path, bool]:
+    """Returns where a run keeps its checkpoints, and whether it saves any."""
     path = run_folder / CONFIG
     try:
         settings = parse_toml(path.read_text(encoding="utf-8")).get("checkpoint")
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid TOML: {error}") from None
-    return settings if isinstance(settings, dict) else {}
-
-
-def _checkpoints(run_folder: Path) -> Path:
-    return run_folder / str(_settings(run_folder).get("folder", CHECKPOINTS))
+    settings = settings if isinstance(settings, dict) else {}
+    return run_folder / str(settings.get("folder", CHECKPOINTS)), settings.get(
+        "enable"
+    ) is not False
 
 
 def result_of(run: Path, folder: Path, is_saved: bool) -> Path:
@@ -256,11 +255,6 @@ def result_of(run: Path, folder: Path, is_saved: bool) -> Path:
             "earlier one: name it if that is the one you mean"
         )
     return newest
-
-
-def _newest(run_folder: Path) -> Path:
-    is_saved = _settings(run_folder).get("enable") is not False
-    return result_of(run_folder, _checkpoints(run_folder), is_saved)
 
 
 def _param_groups(

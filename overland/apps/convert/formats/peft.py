@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.apps.convert.formats.files import Options, config_near, copy_files
+from overland.apps.convert.formats.lazy import Options, config_near, copy_files
 from overland.apps.convert.formats.safetensors import (
     read_safetensors,
     write_checksums,
@@ -226,25 +226,15 @@ def _adapter(module: str, parts: dict[str, Lazy], settings: Lora, where: Path) -
             raise CheckpointError(f"{where} has {module!s:.100}.lora_{part!s:.50}: {reason}")
     a, b, *lengths = (parts[part] for part in names)
     rank, alpha = rank_and_alpha(module, settings)
-    for part, lazy in zip(names[:2], (a, b), strict=True):
-        if len(lazy.shape) != 2:
+    shapes = [(rank, a.numel // rank), (b.numel // rank, rank), b.shape[:1]]
+    for part, shape in zip(names, shapes, strict=False):
+        lazy, what = parts[part], f"{where}: {module!s:.100}.lora_{part}"
+        if lazy.shape != shape:
             raise CheckpointError(
-                f"{where}: {module!s:.100}.lora_{part} has {len(lazy.shape)} dims; adapters of "
-                "convolutions are not supported"
+                f"{what} has shape {list(lazy.shape)}, which does not fit the other parts and the "
+                f"rank, {rank} in {ADAPTER_CONFIG}; adapters of convolutions are not supported"
             )
-        if (lazy.shape[0] if part.endswith(("A.weight", "_A")) else lazy.shape[1]) != rank:
-            raise CheckpointError(
-                f"{where}: {module!s:.100}.lora_{part} has shape {list(lazy.shape)}, but "
-                f"{ADAPTER_CONFIG} says that its rank is {rank}"
-            )
-    for lazy in lengths:
-        if lazy.shape != b.shape[:1]:
-            raise CheckpointError(
-                f"{where}: {module!s:.100}.lora_magnitude_vector has shape {list(lazy.shape)}, "
-                f"but {list(b.shape[:1])} is needed"
-            )
-    for part, lazy in parts.items():
         if not lazy.dtype.is_floating_point:
-            raise CheckpointError(f"{where}: {module!s:.100}.lora_{part} has dtype {lazy.dtype}")
+            raise CheckpointError(f"{what} has dtype {lazy.dtype}")
     scale = alpha / (math.sqrt(rank) if settings.rslora else rank)
     return Adapter(a, b, scale, lengths[0] if lengths else None, is_table)

@@ -249,30 +249,24 @@ def as_keys(values: Iterable[Any], already: int = 0) -> list[Any]:
 
 
 def as_dict(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    items = [(key, value) for key, value in pairs]
-    return dict(zip(as_keys(key for key, _ in items), (value for _, value in items), strict=True))
+    return _pairs([one for key, value in pairs for one in (key, value)])
 
 
 def _pairs(items: list[Any], already: int = 0) -> dict[Any, Any]:
     return dict(zip(as_keys(items[::2], already), items[1::2], strict=True))
 
 
-def _extend_list(machine: _Machine, items: list[Any]) -> None:
-    if not isinstance(machine.stack[-1], list):
+def _extend(machine: _Machine, kind: type, items: list[Any]) -> None:
+    """Adds items to the list, dict or set on top of the stack."""
+    target = machine.stack[-1]
+    if not isinstance(target, kind):
         raise TypeError
-    machine.stack[-1].extend(items)
-
-
-def _extend_dict(machine: _Machine, items: list[Any]) -> None:
-    if not isinstance(machine.stack[-1], dict):
-        raise TypeError
-    machine.stack[-1].update(_pairs(items, len(machine.stack[-1])))
-
-
-def _extend_set(machine: _Machine, items: list[Any]) -> None:
-    if not isinstance(machine.stack[-1], set):
-        raise TypeError
-    machine.stack[-1].update(as_keys(items, len(machine.stack[-1])))
+    if isinstance(target, list):
+        target.extend(items)
+    elif isinstance(target, dict):
+        target.update(_pairs(items, len(target)))
+    else:
+        target.update(as_keys(items, len(target)))
 
 
 def _last(machine: _Machine, count: int) -> list[Any]:
@@ -365,11 +359,11 @@ _ACTIONS: dict[bytes, Action] = {
     pickle.LIST: _collect(list),
     pickle.DICT: _collect(_pairs),
     pickle.FROZENSET: _collect(lambda items: frozenset(as_keys(items)), 3),
-    pickle.APPEND: lambda m: _extend_list(m, _last(m, 1)),
-    pickle.APPENDS: lambda m: _extend_list(m, m.since_mark()),
-    pickle.SETITEM: lambda m: _extend_dict(m, _last(m, 2)),
-    pickle.SETITEMS: lambda m: _extend_dict(m, m.since_mark()),
-    pickle.ADDITEMS: lambda m: _extend_set(m, m.since_mark()),
+    pickle.APPEND: lambda m: _extend(m, list, _last(m, 1)),
+    pickle.APPENDS: lambda m: _extend(m, list, m.since_mark()),
+    pickle.SETITEM: lambda m: _extend(m, dict, _last(m, 2)),
+    pickle.SETITEMS: lambda m: _extend(m, dict, m.since_mark()),
+    pickle.ADDITEMS: lambda m: _extend(m, set, m.since_mark()),
     pickle.PUT: lambda m: _remember(m, int(m.line())),
     pickle.BINPUT: lambda m: _remember(m, m.number("<B")),
     pickle.LONG_BINPUT: lambda m: _remember(m, m.number("<I")),

@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from overland.apps.convert.formats.files import Options, config_near
-from overland.apps.convert.formats.lazy import MAX_DIMS, Stored, memory
+from overland.apps.convert.formats.lazy import MAX_DIMS, Options, Stored, config_near, memory
 from overland.checkpoint.format import DTYPE_NAMES, DTYPES, checksum, header_of
 from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint, counter
 from overland.data.tokenizer_files import companions_in

@@ -15,6 +15,7 @@ are not changed.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -23,8 +24,14 @@ from typing import Any
 
 import torch
 
-from overland.apps.convert.formats.files import Options, config_near, write_companions
-from overland.apps.convert.formats.lazy import Stored, held, num_updates
+from overland.apps.convert.formats.lazy import (
+    Options,
+    Stored,
+    config_near,
+    held,
+    num_updates,
+    write_companions,
+)
 from overland.apps.convert.formats.meta import has_meta_names, head_dim_of, to_hf_names
 from overland.apps.convert.formats.overland import as_lazy_checkpoint, write_overland
 from overland.apps.convert.formats.torch_save import (
@@ -56,20 +63,12 @@ RATES, PROGRESS = "lr_state_dict.pt", "iter_state_dict.pt"
 
 WRAPPED = re.compile(r"((module|_orig_mod)\.)*")
 
-# The defaults of torch.optim.AdamW, for checkpoints that do not record them.
-ADAMW = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
+# torch's defaults, for checkpoints that do not record them.
+ADAMW: dict[str, Any] = {
+    name: one.default
+    for name, one in inspect.signature(torch.optim.AdamW).parameters.items()
+    if name != "params"
+} | {"decoupled_weight_decay": True}
 
 
 def detect_torch(path: Path) -> bool:
@@ -115,16 +114,10 @@ def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = 
     extras = source.extras
     step = int(extras.get("step", 0))
     rates = [float(group.get("lr", ADAMW["lr"])) for group in _groups(source)]
-    _write(
-        folder / RATES,
-        {
-            "last_epoch": step,
-            "_step_count": step + 1,
-            "base_lrs": [float(group.get("initial_lr", rate)) for group, rate in
-                         zip(_groups(source), rates, strict=True)],
-            "_last_lr": rates,
-        },
-    )  # fmt: skip
+    first = [float(group.get("initial_lr", rate))
+             for group, rate in zip(_groups(source), rates, strict=True)]  # fmt: skip
+    schedule = {"last_epoch": step, "_step_count": step + 1, "base_lrs": first, "_last_lr": rates}
+    _write(folder / RATES, schedule)
     best = extras.get("best_validation_loss")
     batch = int(extras.get("batch", step))
     _write(
@@ -148,9 +141,11 @@ def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = 
 def _others(tensors: dict[str, Lazy]) -> dict[str, Lazy]:
     """Returns what does not fit in the other files: the count of updates, the loss scale of a
     run."""
-    kept = {NUM_UPDATES} & set(tensors)
-    kept |= {name for name in tensors if not name.startswith((MODEL, OPTIMIZER))}
-    return {name: tensors[name] for name in tensors if name in kept}
+    return {
+        name: lazy
+        for name, lazy in tensors.items()
+        if name == NUM_UPDATES or not name.startswith((MODEL, OPTIMIZER))
+    }
 
 
 def _write(path: Path, saved: Any) -> None:
@@ -163,20 +158,18 @@ def _torch_state(source: LazyCheckpoint) -> dict[str, Any]:
     steps = updates.load().to(torch.float32) if updates is not None else torch.zeros(())
     states: dict[str, dict[str, Lazy]] = {}
     for name, kind, lazy in source.states():
-        states.setdefault(name, {})[kind] = lazy
+        states.setdefault(name, {"step": held(steps)})[kind] = lazy
     state: dict[int, dict[str, Lazy]] = {}
-    groups = []
+    groups, count = [], 0
     for group in _groups(source):
-        names = group["names"]
-        numbers = list(range(len(state), len(state) + len(names)))
-        for number, name in zip(numbers, names, strict=True):
-            state[number] = {"step": held(steps), **states.get(name, {})}
-        settings = {key: value for key, value in group.items() if key != "names"}
+        names = group.pop("names")
+        numbers = range(count, count + len(names))
+        count += len(names)
+        state |= {n: states[name] for n, name in zip(numbers, names, strict=True) if name in states}
         is_adam = any(states.get(name, {}).keys() >= {*MOMENTS} for name in names)
         defaults = ADAMW if is_adam else {}
-        groups.append({**defaults, **settings, "params": numbers, "param_names": names})
-    kept = {number: one for number, one in state.items() if len(one) > 1}
-    return {"state": kept, "param_groups": groups}
+        groups.append({**defaults, **group, "params": [*numbers], "param_names": names})
+    return {"state": state, "param_groups": groups}
 
 
 def _groups(source: LazyCheckpoint) -> list[dict[str, Any]]:
