@@ -113,13 +113,11 @@ def convert(
 def size_in_bytes(text: str) -> int:
     from overland.errors import CheckpointError
 
-    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
     number = 0.0
     if match is not None:
-        power = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
-        unit = 1024**power if match[3] else units[match[2].upper()]
-        number = float(match[1]) * unit
+        power = " KMGT".index(match[2].upper() or " ")
+        number = float(match[1]) * (1024 if match[3] else 1000) ** power
     if number < 1:
         raise CheckpointError(f"--max-shard-size {text} is not a size; write e.g. 500MB or 5GB")
     return int(number)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from overland.apps.dialects.torchtitan import BY_VALUE, OLD_NAMES
-from overland.apps.dialects.torchtitan_keys import REFUSED
+from overland.apps.dialects.torchtitan import BY_VALUE, OLD_NAMES, REFUSED
 from overland.checks import load_checked
 from overland.config.errors import ConfigError, toml_value
 from overland.config.fields import is_current

@@ -83,7 +83,12 @@ def verify_logits(
                 "give its config.json with --config"
             )
         config = read_hf_config(source.config)
-        _require_small(config)
+        count = sum(torch.Size(one).numel() for one in shapes_in_files(config)[0].values())
+        if count > MAX_LOGITS_PARAMETERS:
+            raise CheckpointError(
+                f"logits can be compared for models of up to {MAX_LOGITS_PARAMETERS:,} parameters, "
+                f"but this one has {count:,}; use --verify hash"
+            )
     except (CheckpointError, ModelError) as error:
         if is_asked:
             raise
@@ -108,15 +113,6 @@ def verify_logits(
             f"the logits of the target differ by {difference:.2g} from the source's; {_AGAIN}"
         )
     return difference, ""
-
-
-def _require_small(config: Any) -> None:
-    count = sum(torch.Size(shape).numel() for shape in shapes_in_files(config)[0].values())
-    if count > MAX_LOGITS_PARAMETERS:
-        raise CheckpointError(
-            f"logits can be compared for models of up to {MAX_LOGITS_PARAMETERS:,} parameters, but "
-            f"this one has {count:,}; use --verify hash"
-        )
 
 
 def _some_inputs(config: Any) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from overland.apps.convert.formats.lazy import (
 )
 from overland.apps.convert.formats.safetensors import (
     Checksums,
-    read_safetensors,
+    read_weights,
     write_checksums,
     write_safetensors,
 )
@@ -38,7 +38,6 @@ from overland.models.config import EMBEDDING, HEAD
 from overland.models.hf_config import RMSNORM
 from overland.models.registry import read_hf_config
 from overland.models.weights import INDEX, SINGLE, read_index, shapes_in_files
-from overland.plugins import plugin
 
 OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 TOKENIZER = "tokenizer_config.json"
@@ -72,16 +71,13 @@ def _names(config: Config) -> Callable[[str], str]:
 
 
 def write_hf(source: LazyCheckpoint, folder: Path, options: Options) -> None:
-    if source.config is None and source.own_model:
-        raise CheckpointError(
-            f"{source.own_model}, the config of this model, does not define to_hf(), so Hugging "
-            "Face would read the weights as another model: define it (docs/extending.md), or give "
-            "a config.json that describes the model with --config"
-        )
     if source.config is None:
+        why = "does not say what model it holds"
+        if source.own_model:
+            why = f"has a {source.own_model}, which does not define to_hf() (docs/extending.md)"
         raise CheckpointError(
-            f"{source.folder} does not say what model it holds; give its config.json, or a folder "
-            "with config and tokenizer, with --config"
+            f"{source.folder} {why}; give its config.json, or a folder with config and tokenizer, "
+            "with --config"
         )
     require_known(source.config)
     weights = source.weights()
@@ -130,19 +126,12 @@ def _weights(path: Path) -> dict[str, Lazy]:
                 file_of = read_index(index)
             except ModelError as error:
                 raise CheckpointError(str(error)) from None
-            opened = {file: _open(path / file) for file in set(file_of.values())}
+            opened = {file: read_weights(path / file) for file in set(file_of.values())}
             missing = [tensor for tensor, file in file_of.items() if tensor not in opened[file]]
             if missing:
                 raise CheckpointError(f"{path}: {missing[0]} is not in the file its index names")
             return {tensor: opened[file][tensor] for tensor, file in file_of.items()}
-    return _open(path / SINGLE if (path / SINGLE).is_file() else path / OLD_SINGLE)
-
-
-def _open(file: Path) -> dict[str, Lazy]:
-    if file.suffix == ".safetensors":
-        return dict(read_safetensors(file))
-    tensors: dict[str, Lazy] = plugin("torch_files").tensors_of(file)
-    return tensors
+    return read_weights(path / SINGLE if (path / SINGLE).is_file() else path / OLD_SINGLE)
 
 
 def without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
@@ -191,20 +180,17 @@ def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool
         _write_generation(folder, config)
         return config
     known = set(tokenizer.specials.values())
-    ends = [i for i in _ids(config.get("eos_token_id")) if i in known or not trained_here]
+    begins, ends, pads = (
+        [i for i in _ids(config.get(f"{name}_token_id")) if i in known or not trained_here]
+        for name in ("bos", "eos", "pad")
+    )
     end = tokenizer.eos_id
     if end is not None and end not in ends and (trained_here or not ends):
         ends.insert(0, end)
-    begin = config.get("bos_token_id")
-    if begin is None or (trained_here and begin not in known):
-        begin = tokenizer.bos_id
-    pad = config.get("pad_token_id")
-    if pad is None or (trained_here and pad not in known):
-        pad = tokenizer.pad_id
     ids = {
-        "bos_token_id": begin,
+        "bos_token_id": begins[0] if begins else tokenizer.bos_id,
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": pad,
+        "pad_token_id": pads[0] if pads else tokenizer.pad_id,
     }
     _write_tokenizer_config(folder, tokenizer, ids, config)
     _write_generation(folder, ids)

@@ -9,7 +9,6 @@ memory of the process.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import shutil
@@ -41,8 +40,8 @@ from overland.words import did_you_mean
 MAX_DIMS = 64
 # Read at once: small enough to report progress in time on a slow disk.
 READ_BYTES = 1 << 24
-# Parts of a tensor that form no grid are compared in pairs; no layout has this many of them.
-MOST_UNEVEN = 2000
+# Cells that the edges of a tensor's parts cut it into; no layout has this many.
+MOST_CELLS = 1 << 24
 # Frequencies that some models store although they follow from the config.
 COMPUTED = ("rope.freqs", "freqs_cis", "rotary_emb.inv_freq")
 
@@ -144,38 +143,28 @@ class Tiled(Lazy):
         return out
 
 
-def is_tiled_by(
-    shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> bool:
-    """Whether boxes (start, shape) cover each element of a tensor exactly once."""
+def is_tiled_by(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> bool:
+    """Whether boxes (start, shape) cover each element of a tensor exactly once. Their edges cut the
+    tensor into cells, each of which must belong to one box."""
     boxes = [box for box in boxes if math.prod(box[1])]
-    if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+    edges = [
+        sorted({0, size} | {edge for a, n in boxes for edge in (a[dim], a[dim] + n[dim])})
+        for dim, size in enumerate(shape)
+    ]
+    if any((own[0], own[-1]) != (0, size) for own, size in zip(edges, shape, strict=True)):
         return False
+    counts = [len(own) - 1 for own in edges]
+    if math.prod(counts) > MOST_CELLS:
+        return False
+    numbers = [{edge: number for number, edge in enumerate(own)} for own in edges]
+    is_taken = torch.zeros(counts, dtype=torch.bool)
     for start, size in boxes:
-        if any(a < 0 or a + n > whole for a, n, whole in zip(start, size, shape, strict=True)):
+        where = zip(numbers, start, size, strict=True)
+        cells = is_taken[tuple(slice(number[a], number[a + n]) for number, a, n in where)]
+        if bool(cells.any()):
             return False
-    return _apart(boxes, 0, len(shape))
-
-
-def _apart(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], dim: int, num_dims: int) -> bool:
-    """Whether no two boxes overlap, given that they do in all dims before `dim`. Boxes that form a
-    grid, as in every layout, need no pairwise comparison."""
-    if len(boxes) < 2:
-        return True
-    if dim == num_dims:
-        return False
-    rows: dict[tuple[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for start, size in boxes:
-        rows.setdefault((start[dim], size[dim]), []).append((start, size))
-    order = sorted(rows)
-    if all(a + n <= b for (a, n), (b, _) in itertools.pairwise(order)):
-        return all(_apart(row, dim + 1, num_dims) for row in rows.values())
-    if len(boxes) > MOST_UNEVEN:
-        return False
-    return not any(
-        all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
-        for one, other in itertools.combinations(boxes, 2)
-    )
+        cells.fill_(True)
+    return bool(is_taken.all())
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,24 +41,23 @@ from overland.files import new_file
 
 PARAMS = "params.json"
 
-_OUTER = {
+# Meta's names, and ours; N is the number of a layer.
+_NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "layers.N.attention.wq.weight": "model.layers.N.self_attn.q_proj.weight",
+    "layers.N.attention.wk.weight": "model.layers.N.self_attn.k_proj.weight",
+    "layers.N.attention.wv.weight": "model.layers.N.self_attn.v_proj.weight",
+    "layers.N.attention.wo.weight": "model.layers.N.self_attn.o_proj.weight",
+    "layers.N.feed_forward.w1.weight": "model.layers.N.mlp.gate_proj.weight",
+    "layers.N.feed_forward.w2.weight": "model.layers.N.mlp.down_proj.weight",
+    "layers.N.feed_forward.w3.weight": "model.layers.N.mlp.up_proj.weight",
+    "layers.N.attention_norm.weight": "model.layers.N.input_layernorm.weight",
+    "layers.N.ffn_norm.weight": "model.layers.N.post_attention_layernorm.weight",
 }
-_INNER = {
-    "attention.wq.weight": "self_attn.q_proj.weight",
-    "attention.wk.weight": "self_attn.k_proj.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "feed_forward.w1.weight": "mlp.gate_proj.weight",
-    "feed_forward.w2.weight": "mlp.down_proj.weight",
-    "feed_forward.w3.weight": "mlp.up_proj.weight",
-    "attention_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-}
-_OUTER_BACK = {hf: meta for meta, hf in _OUTER.items()}
-_INNER_BACK = {hf: meta for meta, hf in _INNER.items()}
+_META_NAMES = {ours: metas for metas, ours in _NAMES.items()}
+_LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
 # Whether Meta's shards of a matrix are stacked vertically or side by side.
 _COLUMNS = re.compile(r"\.(wq|wk|wv|w1|w3)\.weight$|^output\.weight$")
@@ -96,9 +95,7 @@ def write_meta(source: LazyCheckpoint, folder: Path, options: Options) -> None:
     embedding, head = f"{MODEL}model.embed_tokens.weight", f"{MODEL}lm_head.weight"
     if config.get("tie_word_embeddings") and embedding in weights:
         weights[head] = weights[embedding]  # Meta's model always has an output matrix
-    named = {
-        name.removeprefix(MODEL): lazy for name, lazy in to_meta_names(weights, head_dim).items()
-    }
+    named = {n.removeprefix(MODEL): lazy for n, lazy in to_meta_names(weights, head_dim).items()}
     with new_file(folder / "consolidated.00.pth") as file:
         write_torch_file(file, named, root="consolidated.00")
     write_json(folder / PARAMS, _params(config))
@@ -119,15 +116,14 @@ def _merged(name: str, shards: list[Stored], params: dict[str, Any], path: Path)
         return first
     if len(shards) == 1:
         return first
-    size = sum(shard.shape[dim] for shard in shards)
-    shape = tuple(size if axis == dim else n for axis, n in enumerate(first.shape))
     tiles: list[tuple[Shape, Lazy]] = []
     place = 0
     for shard in shards:
-        if shard.dtype != first.dtype or shard.shape[1 - dim] != shape[1 - dim]:
+        if shard.dtype != first.dtype or shard.shape[1 - dim] != first.shape[1 - dim]:
             raise CheckpointError(f"{path}: the shards of {name} do not fit together")
         tiles.append(((place, 0) if dim == 0 else (0, place), shard))
         place += shard.shape[dim]
+    shape = (place, first.shape[1]) if dim == 0 else (first.shape[0], place)
     return Tiled(shape, first.dtype, tiles)
 
 
@@ -230,24 +226,19 @@ def has_meta_names(names: Iterable[str]) -> bool:
 
 
 def hf_name(name: str) -> str:
-    if name in _OUTER:
-        return _OUTER[name]
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    if match is None or match[2] not in _INNER:
-        raise CheckpointError(f"{name} is not a parameter of a dense Llama in Meta's names")
-    return f"model.layers.{match[1]}.{_INNER[match[2]]}"
+    return _translated(name, _NAMES, "is not a parameter of a dense Llama in Meta's names")
 
 
 def meta_name(name: str) -> str:
-    if name in _OUTER_BACK:
-        return _OUTER_BACK[name]
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-    if match is None or match[2] not in _INNER_BACK:
-        raise CheckpointError(
-            f"{name} has no counterpart in Meta's Llama, so this model cannot be written in Meta's "
-            "or torchtitan's names"
-        )
-    return f"layers.{match[1]}.{_INNER_BACK[match[2]]}"
+    reason = "has no counterpart in Meta's Llama, so this model cannot be written in Meta's or"
+    return _translated(name, _META_NAMES, f"{reason} torchtitan's names")
+
+
+def _translated(name: str, names: dict[str, str], refusal: str) -> str:
+    layer, plain = _LAYER.search(name), _LAYER.sub("N", name, count=1)
+    if plain not in names:
+        raise CheckpointError(f"{name} {refusal}")
+    return names[plain].replace("N", layer[0]) if layer else names[plain]
 
 
 def to_hf_names(tensors: Mapping[str, Lazy], head_dim: int) -> dict[str, Lazy]:

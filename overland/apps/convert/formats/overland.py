@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -46,6 +46,8 @@ from overland.run_folder import (
     MODEL_CONFIG,
     TOKENIZER,
 )
+
+Section = TypeVar("Section", Lora, Optimizer)
 
 WRITTEN: dict[str, Any] = {
     "bias": "none",
@@ -132,18 +134,22 @@ def _adapter(run: dict[str, Any], tensors: dict[str, Lazy]) -> Config:
     names = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
     modules = {name.partition(".lora_")[0] for name in names if is_adapter(name)}
     config = run.get("config") or {}
-    saved = config.get("lora") or {}
-    if not modules or not saved.get("rank"):
-        return None
-    try:
-        known = {key: value for key, value in saved.items() if key in Lora.model_fields}
-        settings = Lora.model_validate(known)
-    except ValidationError:
+    settings = _section(Lora, config.get("lora"))
+    if not modules or settings is None or not settings.rank:
         return None
     base = (config.get("checkpoint") or {}).get("initial_load_path")
     if base and Path(base).is_dir():  # a relative path would be wrong from any other folder
         base = str(Path(base).resolve())
     return adapter_config(settings, sorted(modules), base)
+
+
+def _section(kind: type[Section], saved: Any) -> Section | None:
+    """Returns a section of a run's config; None if it has none, or one of a later version."""
+    known = {key: value for key, value in (saved or {}).items() if key in kind.model_fields}
+    try:
+        return kind.model_validate(known) if known else None
+    except ValidationError:
+        return None
 
 
 def adapter_config(settings: Lora, modules: Sequence[str], base: str | None) -> dict[str, Any]:
@@ -169,25 +175,22 @@ def write_overland(source: LazyCheckpoint, folder: Path, options: Options) -> No
     extras = source.extras
     step = int(extras.get("step", 0))
     batch = int(extras.get("batch", step))
-    run = dict(extras.get("run") or {})
-    run.setdefault(
-        "progress",
-        {
-            "step": step,
-            "batch": batch,
-            "tokens": int(extras.get("tokens", 0)),
-            "best_validation_loss": extras.get("best_validation_loss"),
-        },
-    )
-    run.setdefault("data", {"batch": batch, "fingerprint": None})
-    run.setdefault("config", {})
-    run.setdefault("versions", {"overland": overland.__version__})
-    run["model_config"] = source.config or run.get("model_config")
-    about = {
+    progress = {
         "step": step,
-        "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "validation_loss": None,
+        "batch": batch,
+        "tokens": int(extras.get("tokens", 0)),
+        "best_validation_loss": extras.get("best_validation_loss"),
     }
+    run = {
+        "progress": progress,
+        "data": {"batch": batch, "fingerprint": None},
+        "config": {},
+        "versions": {"overland": overland.__version__},
+        **(extras.get("run") or {}),
+    }
+    run["model_config"] = source.config or run.get("model_config")
+    saved = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    about = {"step": step, "saved": saved, "validation_loss": None}
     tensors = dict(source.tensors)
     if any(True for _ in source.states()):  # a resumed run also needs a loss scale
         tensors = _NO_SCALING | tensors
@@ -261,13 +264,8 @@ def _param_groups(
     config: dict[str, Any], run: dict[str, Any], tensors: dict[str, Lazy]
 ) -> list[dict[str, Any]]:
     """Returns the run's parameter groups in torch's form, matrices before vectors."""
-    saved = config.get("optimizer") or {}
-    known = {key: value for key, value in saved.items() if key in Optimizer.model_fields}
-    try:
-        settings = Optimizer.model_validate(known)
-    except ValidationError:  # from a later version, for example: then all parameters are one group
-        known = {}
-    if not known:
+    settings = _section(Optimizer, config.get("optimizer"))
+    if settings is None:  # then all parameters are one group
         return []
     states: dict[str, set[str]] = {}
     for name in tensors:

@@ -17,7 +17,7 @@ from typing import Any
 
 from overland.apps.convert.formats.lazy import Options, config_near, copy_files
 from overland.apps.convert.formats.safetensors import (
-    read_safetensors,
+    read_weights,
     write_checksums,
     write_safetensors,
 )
@@ -29,7 +29,6 @@ from overland.errors import CheckpointError
 from overland.files import new_file
 from overland.models.config import EMBEDDING, HEAD
 from overland.models.lora_targets import is_adapter, is_saved_whole, is_target, rank_and_alpha
-from overland.plugins import plugin
 
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -76,10 +75,7 @@ def open_peft(path: Path, config: Config = None) -> LazyCheckpoint:
     if not file.is_file():
         raise CheckpointError(f"{path} has an {ADAPTER_CONFIG}, but no {WEIGHTS}")
     refuse_link_out(file)
-    is_safe = file.suffix == ".safetensors"
-    found: dict[str, Lazy] = dict(
-        read_safetensors(file) if is_safe else plugin("torch_files").tensors_of(file)
-    )
+    found = read_weights(file)
     strange = next((name for name in found if not name.startswith(PREFIX)), None)
     if strange is not None:
         raise CheckpointError(f"{file} has {strange!r:.100}, which does not begin with {PREFIX}")

@@ -21,6 +21,7 @@ from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint, counte
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import CHECKSUMS, checksums_of, new_file, what_is_wrong
+from overland.plugins import plugin
 
 # The limit of the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
@@ -65,6 +66,12 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     if sums is not None:
         return {name: replace(one, crc32=sums.get(name)) for name, one in tensors.items()}
     return tensors
+
+
+def read_weights(path: Path) -> dict[str, Lazy]:
+    """Returns the tensors of a file of safetensors, or else of torch.save."""
+    is_safe = path.suffix == ".safetensors"
+    return dict(read_safetensors(path) if is_safe else plugin("torch_files").tensors_of(path))
 
 
 def _checksums(path: Path) -> dict[str, int] | None:

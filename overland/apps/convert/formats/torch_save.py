@@ -150,21 +150,12 @@ def _check_byte_order(file: Any, path: Path, offset: int, place: tuple[int, int]
         raise CheckpointError(f"{path} was saved on a big-endian machine, which is not supported")
 
 
-class _Part(io.RawIOBase):
-    """A range of a file that acts as a file itself, for zipfile: offsets in a zip count from its
+class _Part:
+    """A range of a file, with what zipfile needs of a file: offsets in a zip count from its
     beginning. Without a length, it is all that follows."""
 
     def __init__(self, file: Any, offset: int, length: int = 0) -> None:
         self.file, self.offset, self.length, self.place = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self.place
