@@ -89,7 +89,7 @@ def _by_section(word: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     for section, about in sections().items():
         rows = [row for row in found if row["section"] == section]
         if rows or not word:
-            yield f"[{section}]  {about}", rows
+            yield f"[{section}] {about}", rows
 
 
 def _default(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from overland.apps.dialects.axolotl import is_axolotl, translate_axolotl
 from overland.apps.dialects.draft import by_key
-from overland.apps.dialects.stub import is_stub, translate_stub
+from overland.apps.dialects.stub import Stub, is_stub
 from overland.apps.dialects.torchtitan import todays_key as todays_key
 from overland.apps.dialects.torchtitan import translate_torchtitan
 from overland.config.source import Entries, Translated
@@ -26,7 +26,7 @@ def translate(entries: Entries, shown: str, below: Entries, above: Entries) -> T
     """
     first = Translated(entries, [], [])
     if is_stub(entries):
-        first = translate_stub(entries, shown, above)
+        first = Stub(entries, shown, above).translate()
     elif is_axolotl(entries):
         first = translate_axolotl(entries, shown, above)
     second = translate_torchtitan(first.entries, shown, below, above)

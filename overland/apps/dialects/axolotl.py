@@ -13,14 +13,9 @@ from typing import Any
 from overland.apps.dialects.axolotl_data import translate_data
 from overland.apps.dialects.axolotl_file import File, folder_of, listed
 from overland.apps.dialects.axolotl_keys import (
-    ADAMW,
     IGNORED,
     KERNELS,
-    LION,
     LORA,
-    NARROW_ADAMW,
-    PLUGIN_KEYS,
-    PLUGINS,
     PREFERENCE,
     REFUSED,
     RENAMED,
@@ -39,6 +34,18 @@ SOME = frozenset(
      "learning_rate", "adapter", "lora_r", "sample_packing", "val_set_size", "output_dir", "rl"}
 )  # fmt: skip
 SCHEDULES = ("cosine", "cosine_with_min_lr", "linear", "constant", "constant_with_warmup")
+# Optimizers that are equivalent to AdamW.
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw",
+         "optimi_adamw")  # fmt: skip
+NARROW_ADAMW = (
+    "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw",
+    "adamw_torch_8bit", "adamw_torch_4bit", "ao_adamw_8bit", "ao_adamw_4bit", "ao_adamw_fp8",
+    "flash_adamw",
+)  # fmt: skip
+LION = ("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "lion_pytorch")
+# Plugins that only provide other implementations, and the prefixes of their keys.
+PLUGINS = ("liger", "cut_cross_entropy")
+PLUGIN_KEYS = ("liger_",)
 # axolotl's defaults, by current key.
 DEFAULTS: dict[str, Any] = {
     "training.local_batch_size": 1,
@@ -339,8 +346,9 @@ def _devices(file: File) -> None:
             file.put("training.enable_cpu_offload", True, deepspeed, "deepspeed")
     stages, (config, options) = file.take("fsdp"), file.table("fsdp_config")
     options = {key.removeprefix("fsdp_"): value for key, value in options.items()}
-    for key in {"offload_params", "reshard_after_forward"} & options.keys() if config else ():
-        file.expect_bool(f"fsdp_config.{key}", Entry(options[key], config.where))
+    for key in ("offload_params", "reshard_after_forward"):
+        if key in options and config is not None:
+            file.expect_bool(f"fsdp_config.{key}", Entry(options[key], config.where))
     file.without_meaning("fsdp", stages, SHARDING)
     file.without_meaning("fsdp_config", config, SHARDING)
     source = config or stages or file.first

@@ -32,14 +32,8 @@ UNUSED: dict[str, tuple[list[Any], str]] = {
     "revision": (["main"], "use --revision of `overland fetch`"),
     "train_on_eos": (["turn"], "the token that ends a turn is learned with the turn"),
     "train_on_eot": (["turn"], "the token that ends a turn is learned with the turn"),
-    "roles_to_train": (
-        [["assistant"], ["gpt"]],
-        "only assistant turns can be learned, or all tokens",
-    ),
-    "message_field_training": (
-        ["train", "weight"],
-        "the field of a turn must be named train or weight",
-    ),
+    "roles_to_train": ([["assistant"], ["gpt"]], "only assistant turns can be learned, or all"),
+    "message_field_training": (["train", "weight"], "it must be named train or weight"),
     "field_tools": (["tools"], "the column must be named tools"),
     "drop_system_message": ([False], "remove system turns from the files"),
     "field_human": (["human", "user"], "the role must be named human or user"),

@@ -67,8 +67,9 @@ class File(Draft):
     def switch(self, key: str, today: Mapping[str, Any]) -> None:
         """Sets current keys if a key is on."""
         entry = self.take(key)
-        for name, value in today.items() if is_on(entry) else ():
-            self.put(name, value, entry, key)
+        if is_on(entry):
+            for name, value in today.items():
+                self.put(name, value, entry, key)
 
     def put(self, today: str | KeyPath, value: Any, source: Entry, key: str = "") -> bool:
         """Sets a current key; `key` is the axolotl key that it comes from."""

@@ -242,10 +242,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     **{key: ([], reason) for key, reason in UNSUPPORTED.items()},
     **{key: ([False], reason) for key, reason in MUST_BE_OFF.items()},
     "peft_layers_pattern": (["layers", ["layers"]], "the list of blocks is always called layers"),
-    "peft_init_lora_weights": (
-        [True],
-        "adapters are always initialized as PEFT does by default; remove it",
-    ),
+    "peft_init_lora_weights": ([True], "adapters always start as PEFT's do by default; remove it"),
     "loraplus_lr_embedding": (
         [1e-6],
         "adapters of embeddings use the same learning rate as all adapters; remove it",
@@ -260,17 +257,3 @@ SWITCHES = (
     "float32",
     *(key for key, (harmless, _) in REFUSED.items() if harmless in ([True], [False])),
 )  # fmt: skip
-
-# Optimizers that are equivalent to AdamW.
-ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw",
-         "optimi_adamw")  # fmt: skip
-NARROW_ADAMW = (
-    "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw",
-    "adamw_torch_8bit", "adamw_torch_4bit", "ao_adamw_8bit", "ao_adamw_4bit", "ao_adamw_fp8",
-    "flash_adamw",
-)  # fmt: skip
-LION = ("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "lion_pytorch")
-
-# Plugins that only provide other implementations, and the prefixes of their keys.
-PLUGINS = ("liger", "cut_cross_entropy")
-PLUGIN_KEYS = ("liger_",)

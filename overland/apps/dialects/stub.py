@@ -101,13 +101,8 @@ def is_stub(entries: Entries) -> bool:
     return len(tops & OWN_SECTIONS) >= 2 and tops <= OWN_SECTIONS | OTHER_SECTIONS
 
 
-def translate_stub(entries: Entries, shown: str, above: Entries) -> Translated:
-    """Returns entries in current keys, notes and problems; `above` will override the entries."""
-    return Stub(entries, shown, above).translate()
-
-
 class Stub(Draft):
-    """The stub's file while it is translated."""
+    """The stub's file while it is translated; `above` will override its entries."""
 
     def __init__(self, entries: Entries, shown: str, above: Entries) -> None:
         super().__init__({}, shown, above)

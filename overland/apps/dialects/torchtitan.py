@@ -269,10 +269,7 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "optimizer.foreach": (False, FUSED),
     "compile.components": (["model", "loss"], "each block is compiled"),
     "training.gc_debug": (False, "garbage is collected every training.gc_freq steps"),
-    "training.data_parallel_type": (
-        ANY,
-        "parallelism.sharding_stage sets the kind of data parallelism",
-    ),
+    "training.data_parallel_type": (ANY, "parallelism.sharding_stage sets its kind"),
     "training.checkpoint_interval_type": ("steps", "checkpoint.interval counts steps"),
     "training.enable_loss_parallel": (True, LOSS_PARALLEL),
     "training.disable_loss_parallel": (False, LOSS_PARALLEL),
@@ -286,10 +283,7 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "parallelism.pipeline_parallel_microbatches": (None, STAGES),
     "parallelism.pipeline_parallel_split_points": ([], STAGES),
     "parallelism.pipeline_parallel_expert_parallel_overlap": (True, EXPERTS),
-    "parallelism.context_parallel_load_balancer": (
-        "headtail",
-        "sequences are always balanced head to tail",
-    ),
+    "parallelism.context_parallel_load_balancer": ("headtail", "it always balances head to tail"),
     "parallelism.context_parallel_rotate_method": ("allgather", ROTATED),
     "parallelism.expert_parallel_degree": (1, EXPERTS),
     "parallelism.expert_tensor_parallel_degree": (1, EXPERTS),

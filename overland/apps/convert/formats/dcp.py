@@ -356,11 +356,9 @@ def _entries(source: LazyCheckpoint, options: Options) -> tuple[dict[Key, Lazy],
         elif name != NUM_UPDATES:
             found[name,] = lazy
     objects: dict[Key, Any] = {}
-    if "step" in source.extras:
-        objects["train_state", "step"] = int(source.extras["step"])
-        for name in ("batch", "tokens"):
-            if name in source.extras:
-                objects[tuple(PROGRESS[name][0].split("."))] = int(source.extras[name])
+    for name in PROGRESS if "step" in source.extras else ():
+        if name in source.extras:
+            objects[tuple(PROGRESS[name][0].split("."))] = int(source.extras[name])
     if run := source.extras.get("run"):
         objects[RUN,] = json.dumps(run)
     if any(key[0] == "optimizer" for key in found):

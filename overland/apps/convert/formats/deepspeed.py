@@ -58,9 +58,7 @@ def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
     adapter = None
     if any(name.startswith(PREFIX) for name in weights):  # PEFT had wrapped the model
         weights = plain_names(weights, folder)
-        states = {name: name.removeprefix(OPTIMIZER).rpartition(".") for name in moments}
-        moments = {f"{OPTIMIZER}{_plain(states[name][0])}.{states[name][2]}": lazy
-                   for name, lazy in moments.items()}  # fmt: skip
+        moments = {_plain_state(name): lazy for name, lazy in moments.items()}
         places = [one for one in (path, folder.parent) if (one / ADAPTER_CONFIG).is_file()]
         adapter = read_adapter_config(places[0]) if places else None
     return LazyCheckpoint(
@@ -72,6 +70,11 @@ def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
         companions=companions_in(path),
         adapter=adapter,
     )
+
+
+def _plain_state(name: str) -> str:
+    parameter, _, kind = name.removeprefix(OPTIMIZER).rpartition(".")
+    return f"{OPTIMIZER}{_plain(parameter)}.{kind}"
 
 
 def _plain(name: str) -> str:

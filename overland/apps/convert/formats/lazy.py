@@ -46,11 +46,7 @@ MOST_CELLS = 1 << 24
 COMPUTED = ("rope.freqs", "freqs_cis", "rotary_emb.inv_freq")
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)

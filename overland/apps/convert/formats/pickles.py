@@ -198,12 +198,8 @@ _DAMAGE = (
 Action = Callable[[_Machine], None]
 
 
-def _push(value: Callable[[_Machine], Any]) -> Action:
-    return lambda machine: machine.stack.append(value(machine))
-
-
-def _make(value: Callable[[_Machine], Any], cost: int = 1) -> Action:
-    """Pushes a new object, which costs memory."""
+def _push(value: Callable[[_Machine], Any], cost: int = 0) -> Action:
+    """Pushes a value; a new object costs memory."""
 
     def action(machine: _Machine) -> None:
         machine.spend(cost)
@@ -213,7 +209,7 @@ def _make(value: Callable[[_Machine], Any], cost: int = 1) -> Action:
 
 
 def _collect(kind: Callable[[list[Any]], Any], cost: int = 1) -> Action:
-    return _make(lambda machine: kind(machine.since_mark()), cost)
+    return _push(lambda machine: kind(machine.since_mark()), cost)
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, StandIn)
@@ -256,7 +252,7 @@ def _pairs(items: list[Any], already: int = 0) -> dict[Any, Any]:
     return dict(zip(as_keys(items[::2], already), items[1::2], strict=True))
 
 
-def _extend(machine: _Machine, kind: type, items: list[Any]) -> None:
+def _extend(machine: _Machine, kind: type[Any], items: list[Any]) -> None:
     """Adds items to the list, dict or set on top of the stack."""
     target = machine.stack[-1]
     if not isinstance(target, kind):
@@ -348,13 +344,13 @@ _ACTIONS: dict[bytes, Action] = {
     pickle.SHORT_BINBYTES: _push(lambda m: m.take(m.number("<B"))),
     pickle.BINBYTES8: _push(lambda m: m.take(m.number("<Q"))),
     pickle.BYTEARRAY8: _push(lambda m: m.take(m.number("<Q"))),
-    pickle.EMPTY_LIST: _make(lambda m: []),
-    pickle.EMPTY_DICT: _make(lambda m: {}),
-    pickle.EMPTY_SET: _make(lambda m: set(), 3),
+    pickle.EMPTY_LIST: _push(lambda m: [], 1),
+    pickle.EMPTY_DICT: _push(lambda m: {}, 1),
+    pickle.EMPTY_SET: _push(lambda m: set(), 3),
     pickle.EMPTY_TUPLE: _push(lambda m: ()),
-    pickle.TUPLE1: _make(lambda m: tuple(_last(m, 1))),
-    pickle.TUPLE2: _make(lambda m: tuple(_last(m, 2))),
-    pickle.TUPLE3: _make(lambda m: tuple(_last(m, 3))),
+    pickle.TUPLE1: _push(lambda m: tuple(_last(m, 1)), 1),
+    pickle.TUPLE2: _push(lambda m: tuple(_last(m, 2)), 1),
+    pickle.TUPLE3: _push(lambda m: tuple(_last(m, 3)), 1),
     pickle.TUPLE: _collect(tuple),
     pickle.LIST: _collect(list),
     pickle.DICT: _collect(_pairs),
