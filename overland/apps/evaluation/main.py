@@ -159,7 +159,7 @@ def evaluate_here(given: Mapping[str, Any], world: World, quiet: bool = False) -
     results are complete."""
     import torch
 
-    from overland.apps.convert.formats.files import given_dtype
+    from overland.apps.convert.formats.lazy import given_dtype
     from overland.apps.evaluation.evaluate import EvaluationRequest, wait_long
     from overland.apps.evaluation.model import steps_of
     from overland.config.schema import Comm
