@@ -173,18 +173,4 @@ def build_parallel_model(
     if mesh.degrees.pp == 1:
         kind = Replayed if can_replay(parts[0], mesh, config) else Whole
         return kind(parts[0], config.training.local_batch_size, num_sums)
-    structure = structure_of(parts[0])
-    assert structure.between is not None
-    tokens = config.training.seq_len // mesh.degrees.cp
-    rows = config.parallelism.pipeline_parallel_microbatch_size
-    return Pipeline(
-        parts,
-        mesh,
-        config.parallelism.pipeline_parallel_schedule,
-        microbatch_rows=rows,
-        num_microbatches=rows_per_rank // rows,
-        hidden_shape=structure.between(tokens // mesh.degrees.tp),
-        dtype=getattr(torch, config.training.mixed_precision_param),
-        device=device,
-        num_sums=num_sums,
-    )
+    return Pipeline(parts, mesh, config, rows_per_rank, device, num_sums)

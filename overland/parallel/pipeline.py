@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overland.config.derived import STAGES_PER_RANK, TURNING
+from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.errors import ModelError
 from overland.models.flops import StageCosts
@@ -143,22 +144,24 @@ class Pipeline:
         self,
         parts: Sequence[nn.Module],
         mesh: Mesh,
-        schedule: str,
-        microbatch_rows: int,
-        num_microbatches: int,
-        hidden_shape: tuple[int, ...],
-        dtype: torch.dtype,
+        config: JobConfig,
+        rows_per_rank: int,
         device: torch.device,
         num_sums: int = 1,
     ) -> None:
-        """`hidden_shape`: the shape of what passes between stages for one row."""
+        layout, training, degrees = config.parallelism, config.training, mesh.degrees
         self.parts = list(parts)
-        self.rows_per_pass = microbatch_rows * num_microbatches
+        self.rows_per_pass = rows_per_rank
         self.num_sums = num_sums
-        self._mesh, self._name, self._device = mesh, schedule, device
-        self._shape, self._dtype = (microbatch_rows, *hidden_shape), dtype
-        self._numbers = stages_of_rank(mesh.rank("pp"), mesh.degrees.pp, schedule)
-        self._num_stages = mesh.degrees.pp * len(self._numbers)
+        self._mesh, self._device = mesh, device
+        self._name = layout.pipeline_parallel_schedule
+        between = structure_of(parts[0]).between
+        assert between is not None
+        hidden_shape = between(training.seq_len // degrees.cp // degrees.tp)
+        self._shape = (layout.pipeline_parallel_microbatch_size, *hidden_shape)
+        self._dtype = getattr(torch, training.mixed_precision_param)
+        self._numbers = stages_of_rank(mesh.rank("pp"), degrees.pp, self._name)
+        self._num_stages = degrees.pp * len(self._numbers)
         self._inputs = Inputs(self.parts[0])
         self._scale = torch.ones((), device=device)
         self._sums: list[Tensor] = []

@@ -204,11 +204,14 @@ class CompileCache(Callback):
     def __init__(self, run: Run) -> None:
         pp = run.mesh.degrees.pp
         self.stage = run.world.rank * pp // run.world.size  # each compiles its own code
-        self.path = file_of_stage(run.folder.root, self.stage)
+        names = ["compiled.bin", *(f"compiled_{stage}.bin" for stage in range(1, pp))]
+        self.paths = [run.folder.root / name for name in names]
+        self.path = self.paths[self.stage]
         self.is_saved = run.world.rank % (run.world.size // pp) != 0
 
     def on_start(self, run: Run) -> None:
-        made = read_for_all(run)[self.stage]
+        read = [read_own(path) if run.world.is_first else b"" for path in self.paths]
+        made = broadcast(read, run.store.group)[self.stage]
         if not made:
             return
         try:
@@ -232,19 +235,9 @@ class CompileCache(Callback):
             run.call("on_message", f"{self.path} was not written: {error.strerror}")
 
 
-def file_of_stage(folder: Path, stage: int) -> Path:
-    return folder / (f"compiled_{stage}.bin" if stage else "compiled.bin")
-
-
-def read_for_all(run: Run) -> list[bytes]:
-    """Returns the files of all stages, read by rank 0; empty bytes for one that is missing. Files
-    owned by another user are ignored."""
-    read = []
-    for stage in range(run.mesh.degrees.pp):
-        path = file_of_stage(run.folder.root, stage)
-        try:
-            is_ours = run.world.is_first and path.stat().st_uid == os.getuid()
-            read.append(path.read_bytes() if is_ours else b"")
-        except OSError:
-            read.append(b"")
-    return broadcast(read, run.store.group)
+def read_own(path: Path) -> bytes:
+    """Reads a file of this user; returns empty bytes if it is missing or of another user."""
+    try:
+        return path.read_bytes() if path.stat().st_uid == os.getuid() else b""
+    except OSError:
+        return b""
