@@ -36,7 +36,7 @@ from overland.data.batch import with_borders
 from overland.data.blocks import BlockStream
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
-from overland.data.mixture import Mixture
+from overland.data.order import Mixture
 from overland.data.prepare import Dataset, training_data
 from overland.data.sampler import Sampler
 

@@ -196,7 +196,7 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
-    from overland.data.leakage import foreign_validation
+    from overland.data.holdout import foreign_validation
 
     validation = loaded.config.validation
     if not validation.enable:

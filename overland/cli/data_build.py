@@ -90,8 +90,7 @@ def build(
     """Tokenize a corpus into shards ahead of training. Run again to resume an interrupted build."""
     from overland.apps.data import build as builder
     from overland.config.schema import Data
-    from overland.data.corpus_folder import read_layout
-    from overland.data.layout import lay_out
+    from overland.data.layout import lay_out, read_layout
     from overland.data.sft import conversations_of
     from overland.data.sources.columns import WHOLE
     from overland.data.tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 One way through it: `sources` read documents of any format, which become shards of tokens
 (`shard_maker.py`, `shard.py`) in a corpus (`layout.py`, `corpus.py`). `windows.py` permutes them,
 `blocks.py` packs them (`pack.py`) into a lane of rows (`lanes.py`), and `sampler.py` takes the rows
-of batch *t* from the lanes, in the turns of a mixture (`mixture.py`), as the plan says (`plan.py`).
+of batch *t* from the lanes, in the turns of a mixture (`order.py`), as the plan says (`plan.py`).
 `batch.py` makes tensors of them.
 
 `prepare.py` opens all of it for a config, with `corpora.py` and `wanted.py`. Chats are rendered on

@@ -20,9 +20,15 @@ from overland.config.schema import Data as Settings
 from overland.config.schema import JobConfig
 from overland.data.arrays import require_fields
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import CorpusLayout, is_corpus, read_layout, source_changes
 from overland.data.lanes import ListedImages, MadeRows, RandomBlocks, RandomImages
-from overland.data.layout import SHARD_DOCUMENTS, lay_out
+from overland.data.layout import (
+    SHARD_DOCUMENTS,
+    CorpusLayout,
+    is_corpus,
+    lay_out,
+    read_layout,
+    source_changes,
+)
 from overland.data.learned_tokens import Changes, changed_keys, in_words
 from overland.data.plan import ChangedSource
 from overland.data.sampler import AnyCorpus

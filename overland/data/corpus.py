@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.corpus_folder import CorpusLayout, read_layout
+from overland.data.layout import CorpusLayout, read_layout
 from overland.data.shard import Shard, open_shard
 from overland.data.shard_maker import Claims, ShardMaker, sweep
 from overland.data.sources.source import Kind, Source

@@ -286,11 +286,7 @@ class ImageStream(Lane):
         size = len(self.images)
         epoch, place = np.divmod(np.asarray(numbers, np.int64), size)
         if self.max_epochs is not None and epoch.size and epoch.max() >= self.max_epochs:
-            times = "time" if self.max_epochs == 1 else "times"
-            raise Exhausted(
-                f"{self.name} has been read {self.max_epochs} {times}, the limit set by its "
-                f"max_epochs: raise it, lower the source's weight, or train for fewer steps"
-            )
+            raise Exhausted(self.name, self.max_epochs)
         if self.reading.shuffle:
             for one in np.unique(epoch).tolist():
                 now = epoch == one

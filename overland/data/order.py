@@ -1,4 +1,5 @@
-"""The order of samples: keyed permutations for shuffling, and the number of items in each window.
+"""The order of samples: keyed permutations for shuffling, the number of items in each window, and
+the turns of the sources in a mixture.
 
 A Feistel network permutes [0, 4^k); indices that fall outside [0, n) are permuted again until they
 land inside (at most about four times on average). The place of one sample among trillions therefore
@@ -9,12 +10,22 @@ same one.
 as needed. A count is a function of the plan, but computing it may mean tokenizing the window, so
 the run folder stores known counts: a resume at step 10⁶ reads a table and opens one window. The
 table is only a cache: a record that is missing or torn is counted again.
+
+`Mixture` decides which of several sources' turn it is, by their weights, with exact proportions at
+every moment. The j-th turn of a source with share w of all turns is due in [j/w, (j+1)/w). Each
+turn goes to the source with the earliest deadline among those that are due, which always works out:
+after n turns, every source has had n·w of them, rounded down or up. (Rounding n·w by largest
+remainder separately for each n would not work: from one n to the next, a source can lose a turn
+that it has had.)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from math import lcm
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +40,7 @@ Array = npt.NDArray[np.int64]
 # Calls to count windows that one item may need: seconds if a call knows many windows, minutes if it
 # opens one. Training never needs more than a few, since it counts on from where it is.
 MOST_CALLS = 200_000
+MAX_PERIOD = 100_000  # shares are exact if they have a common denominator up to this, else rounded
 RECORD = np.dtype([("count", "<i8"), ("check", "<u4")])
 
 
@@ -216,3 +228,75 @@ def groups(values: Array) -> Iterator[tuple[int, Array]]:
         return
     for value in np.unique(values).tolist():
         yield value, np.flatnonzero(values == value)
+
+
+class Mixture:
+    """Turns of `len(weights)` sources, which repeat after `period`. Weights need not add up to 1;
+    a source of weight 0 gets no turns."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.shares = shares_of(weights)
+        self.period = sum(self.shares)
+        self._turns = _turns(self.shares)
+        is_turn = self._turns[None] == np.arange(len(self.shares))[:, None]
+        self._before = np.zeros((len(self.shares), self.period + 1), np.int64)
+        np.cumsum(is_turn, axis=1, out=self._before[:, 1:])
+
+    def whose(self, turns: npt.ArrayLike) -> Array:
+        """Returns the source that each of `turns` belongs to."""
+        return self._turns[np.asarray(turns) % self.period].astype(np.int64)
+
+    def before(self, turn: int) -> Array:
+        """Returns how many of the first `turn` turns each source has had."""
+        rounds, rest = divmod(turn, self.period)
+        return rounds * np.asarray(self.shares) + self._before[:, rest]
+
+    def until(self, source: int, count: int) -> int:
+        """Returns the number of turns before turn `count` (from 0) of a source."""
+        rounds, rest = divmod(count, self.shares[source])
+        return rounds * self.period + int(np.searchsorted(self._before[source], rest, "right")) - 1
+
+    def places(self, turns: Array) -> Array:
+        """Returns, for each of `turns`, how many turns its source has had before."""
+        rounds, rests = np.divmod(turns, self.period)
+        whose = self.whose(turns)
+        return rounds * np.asarray(self.shares)[whose] + self._before[whose, rests]
+
+
+def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Returns the smallest whole numbers that are exactly proportional to the weights."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    if not exact or min(exact) < 0 or total == 0:
+        raise DataError(f"weights must not be negative or all 0: {list(weights)}")
+    parts = [weight / total for weight in exact]
+    period = lcm(*(part.denominator for part in parts))
+    if period > MAX_PERIOD:
+        return _rounded(parts, MAX_PERIOD)
+    return tuple(int(part * period) for part in parts)
+
+
+def _rounded(parts: list[Fraction], period: int) -> tuple[int, ...]:
+    """Rounds by largest remainder, but a source with a weight keeps at least one turn."""
+    shares = [max(int(part * period), int(part > 0)) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: shares[i] - parts[i] * period)
+    for i in by_remainder[: max(0, period - sum(shares))]:
+        shares[i] += 1
+    return tuple(shares)
+
+
+@lru_cache(maxsize=32)
+def _turns(shares: tuple[int, ...]) -> npt.NDArray[np.int16]:
+    period = sum(shares)
+    active = [(source, share) for source, share in enumerate(shares) if share]
+    due = {source: (0, -(-period // share)) for source, share in active}  # release, deadline
+    had = dict.fromkeys(due, 0)
+    turns = np.empty(period, np.int16)
+    for turn in range(period):
+        ready = (source for source in due if due[source][0] <= turn)
+        source = min(ready, key=lambda one: (due[one][1], one))
+        had[source] = j = had[source] + 1
+        share = shares[source]
+        due[source] = (j * period // share, -(-(j + 1) * period // share))
+        turns[turn] = source
+    return turns

@@ -22,10 +22,8 @@ from overland.data.corpora import (
     reopen_planned,
 )
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import is_corpus, read_layout, source_changes
-from overland.data.holdout import share_of, without_held_out
-from overland.data.layout import SHARD_DOCUMENTS
-from overland.data.leakage import check_held_out
+from overland.data.holdout import check_held_out, share_of, without_held_out
+from overland.data.layout import SHARD_DOCUMENTS, is_corpus, read_layout, source_changes
 from overland.data.plan import (
     ChangedSource,
     Plan,

@@ -19,10 +19,9 @@ from overland.data.arrays import Arrays
 from overland.data.blocks import BlockStream, Rest, Shape
 from overland.data.corpus import Corpus
 from overland.data.lanes import Gone, Lane, MadeRows, Origins, Room
-from overland.data.mixture import MixedWindows, Mixture
-from overland.data.order import groups
+from overland.data.order import Mixture, groups
 from overland.data.plan import LENGTH_STEP, Plan, Segment
-from overland.data.windows import Reading, SourceWindows
+from overland.data.windows import MixedWindows, Reading, SourceWindows
 from overland.errors import DataError
 
 Array = npt.NDArray[np.int64]

@@ -110,6 +110,10 @@ class Shard:
     def document(self, number: int, channel: str = TOKENS) -> Ids:
         return self.read(int(self.offsets[number]), int(self.offsets[number + 1]), channel)
 
+    def held_out(self, share: float) -> npt.NDArray[np.bool_]:
+        """Returns which documents are held out, if this share of them is."""
+        return self.marks < np.uint64(limit_of(share))
+
     def verify_index(self) -> None:
         """Verifies everything except tokens and channels."""
         with memoryview(self.data) as data:
@@ -230,6 +234,11 @@ def mark_of(ids: Ids, specials: tuple[int, int]) -> int:
     stored in."""
     ids = ids[specials[0] : max(len(ids) - specials[1], 0)]
     return _sum(ids.astype(BYTES if ids.dtype == BYTES else "<u4").tobytes(), MARK_KEY)
+
+
+def limit_of(share: float) -> int:
+    """Returns the mark below which documents are held out."""
+    return min(round(share * 2**64), 2**64 - 1)
 
 
 def _sum(data: bytes | memoryview, key: bytes = b"") -> int:

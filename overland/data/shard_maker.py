@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy.typing as npt
 
 from overland.data.arrays import Unfit, with_channels
-from overland.data.corpus_folder import CorpusLayout
+from overland.data.layout import CorpusLayout
 from overland.data.shard import ShardInfo, write_shard
 from overland.data.sources.file_marks import FileMark, changed_files
 from overland.data.sources.source import BadDocument, Source

@@ -15,7 +15,7 @@ from overland.config.schema import Data as Settings
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import CorpusLayout, read_layout
+from overland.data.layout import CorpusLayout, read_layout
 from overland.data.plan import kept_plan
 from overland.data.sampler import AnyCorpus
 from overland.data.sft import tokenizer_for_chats

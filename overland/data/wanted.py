@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from overland.config.schema import Data, DataSource, JobConfig
-from overland.data.corpus_folder import is_corpus
 from overland.data.lanes import ImageSet, RandomImages
+from overland.data.layout import is_corpus
 from overland.data.registry import HELD_OUT_SHAPES, MADE, RANDOM, is_built_in, registered
 from overland.data.sft import conversations_of
 from overland.data.sources import Source, open_source

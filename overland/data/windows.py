@@ -1,14 +1,15 @@
 """The order of documents, window by window.
 
 In each epoch, the shards of a corpus are permuted, and consecutive ones form a *window*: large
-enough to mix well, and small enough to keep ready. Inside it, documents are permuted again.
+enough to mix well, and small enough to keep ready. Inside it, documents are permuted again. The
+windows of a mixture of documents take those of several sources in turn.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -16,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.corpus import Corpus, DamagedSizes
-from overland.data.holdout import held_out_documents
-from overland.data.order import Counts, permute, spread
+from overland.data.order import Counts, Mixture, permute, spread
 from overland.data.shard import Shard
 from overland.data.sources.file_marks import digest_of
 from overland.errors import DataError
@@ -29,10 +29,18 @@ LOOK_AHEAD = 2  # windows that are prepared beyond the current one
 OPEN_WINDOWS = 3  # a batch that spans windows returns to each of them
 COUNTED_AT_ONCE = 4096  # windows, if counting does not have to read the tokens
 EPOCHS_AT_ONCE = 64
+LEAST_MIXED = 1000  # documents in a window of a mixture, if `window_documents` allows
 
 
 class Exhausted(DataError):
     """Raised when a source has been read as many times as its max_epochs allows."""
+
+    def __init__(self, name: str | None, max_epochs: int) -> None:
+        times = "time" if max_epochs == 1 else "times"
+        super().__init__(
+            f"{name} has been read {max_epochs} {times}, the limit set by its max_epochs: raise "
+            "it, lower the source's weight, or train for fewer steps"
+        )
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,8 @@ class Documents:
         return len(self.length)
 
     def __getitem__(self, which: Array | slice) -> Documents:
-        columns = (self.file, self.start, self.length, self.source, self.number, self.offset)
-        file, start, length, source, number, offset = (values[which] for values in columns)
-        borrowed, epoch = self.borrowed[which], self.epoch[which]
-        return Documents(self.files, file, start, length, source, number, offset, borrowed, epoch)
+        names = (one.name for one in fields(self) if one.name != "files")
+        return Documents(self.files, **{name: getattr(self, name)[which] for name in names})
 
     def numbers(self, which: Array) -> tuple[Array, Array]:
         """Returns a unique number for each document, source × 2⁵⁶ + number, and its epoch."""
@@ -271,7 +277,7 @@ class SourceWindows:
 
     def _on_this_side(self, shards: Array) -> Array:
         """Returns the documents of some shards on the side to read: held out, or not."""
-        held = [held_out_documents(self.corpus, number, self.holdout) for number in shards.tolist()]
+        held = [self.corpus.shard(one).held_out(self.holdout) for one in shards.tolist()]
         return np.flatnonzero(np.concatenate(held) == self.reading.held_out)
 
     def _check_any(self) -> None:
@@ -288,8 +294,83 @@ class SourceWindows:
 
     def check_epoch(self, window: int) -> None:
         if self.max_epochs is not None and window // self.per_epoch >= self.max_epochs:
-            times = "time" if self.max_epochs == 1 else "times"
-            raise Exhausted(
-                f"{self.name} has been read {self.max_epochs} {times}, the limit set by its "
-                f"max_epochs: raise it, lower the source's weight, or train for fewer steps"
-            )
+            raise Exhausted(self.name, self.max_epochs)
+
+
+class MixedWindows:
+    """A mixture of documents of several sources in turn, a window at a time.
+
+    A window ends at the latest when a source would start over, so that its epochs do not mix
+    there; but a tiny source with a large weight must not make windows tiny.
+    """
+
+    name: str | None = None
+
+    def __init__(
+        self,
+        sources: Sequence[SourceWindows],
+        mixture: Mixture,
+        reading: Reading,
+        starts: Sequence[int],
+    ) -> None:
+        """`starts`: documents already taken from each source."""
+        self.sources, self.mixture, self.starts = sources, mixture, list(starts)
+        # A source without turns is left out, so that one that joins later changes nothing before.
+        parts = zip(sources, mixture.shares, self.starts, strict=True)
+        used = [(source, share, start) for source, share, start in parts if share]
+        epoch = min(int(source.announced * mixture.period / share) for source, share, _ in used)
+        self.size = min(reading.window_documents, max(epoch, LEAST_MIXED))
+        self.per_epoch = max(source.per_epoch for source, _, _ in used)
+        self.key = digest_of([self.size, [[one.key, share, start] for one, share, start in used]])
+
+    def open(self, window: int) -> Documents:
+        first, last = self._turns(window)
+        whose = self.mixture.whose(np.arange(first, last))
+        parts, places = [], []
+        for number, source in enumerate(self.sources):
+            parts += source.take(self._given(first)[number], self._given(last)[number])
+            places.append(np.flatnonzero(whose == number))
+        return _joined(parts)[np.argsort(np.concatenate(places), kind="stable")]
+
+    def taken(self, window: int) -> list[int]:
+        """Returns how many documents are taken from each source before this window."""
+        return self._given(window * self.size)
+
+    def num_tokens(self, first: int) -> Array | None:
+        """Counts the tokens of a window without assembling its documents."""
+        begin, end = (self._given(turn) for turn in self._turns(first))
+        parts = (
+            source.tokens_before(last) - source.tokens_before(first)
+            for source, first, last in zip(self.sources, begin, end, strict=True)
+            if last > first
+        )
+        return np.array([sum(parts)])
+
+    def _given(self, turns: int) -> list[int]:
+        given = self.mixture.before(turns).tolist()
+        return [start + count for start, count in zip(self.starts, given, strict=True)]
+
+    def _turns(self, window: int) -> tuple[int, int]:
+        """Returns the turns of a window; the last window ends when a source is exhausted."""
+        first = last = window * self.size
+        last += self.size
+        for number, source in enumerate(self.sources):
+            if source.max_epochs is not None and not source.holds(self._given(last)[number]):
+                left = source.num_documents() - self.starts[number]
+                last = min(last, self.mixture.until(number, left))
+                if last <= first:
+                    source.check_epoch(source.max_epochs * source.per_epoch)
+        return first, last
+
+
+def _joined(parts: Sequence[Documents]) -> Documents:
+    """Returns the documents of all parts, one part after another."""
+    shifts = np.cumsum([0, *(len(part.files) for part in parts)]).tolist()
+    columns = {
+        one.name: np.concatenate([getattr(part, one.name) for part in parts])
+        for one in fields(Documents)
+        if one.name != "files"
+    }
+    file = [part.file + shift for part, shift in zip(parts, shifts, strict=False)]
+    columns["file"] = np.concatenate(file)
+    return Documents([file for part in parts for file in part.files], **columns)

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.corpus_folder import CorpusLayout, read_layout
+from overland.data.layout import CorpusLayout, read_layout
 from overland.data.shard_maker import ShardMaker
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import pytest
 
 from overland.cli.data_build import check_apart, find_part, report_bos
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import read_layout
+from overland.data.layout import read_layout
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.cli.processes import TINY, interrupt, losses, overland, start_overland

@@ -14,8 +14,7 @@ import numpy as np
 from overland.apps.data.build import build
 from overland.apps.data.tokenizer_training import train_tokenizer
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import read_layout
-from overland.data.layout import lay_out
+from overland.data.layout import lay_out, read_layout
 from overland.data.sources import Document, JsonLines, Kind
 from overland.data.sources.file_marks import digest_of
 from overland.data.sources.source import Source, Tokens

@@ -14,8 +14,7 @@ import pytest
 
 from overland.apps.data.build import build
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import read_layout
-from overland.data.layout import lay_out
+from overland.data.layout import lay_out, read_layout
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.cli.processes import ROOT, environment

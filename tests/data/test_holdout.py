@@ -18,9 +18,8 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
-from overland.data.holdout import held_out_documents, kept_share
+from overland.data.holdout import foreign_validation, kept_share
 from overland.data.layout import lay_out
-from overland.data.leakage import foreign_validation
 from overland.data.plan import Plan, kept_plan
 from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.sampler import Sampler
@@ -139,7 +138,7 @@ def test_a_built_corpus_is_split_alike_whatever_stands_around_its_documents(
     for number, one in enumerate((tokenizer, bare)):
         folder = lay_out("a", source, one, tmp_path / str(number))
         corpus = Corpus(folder, lambda: source, one, wait=False)
-        found.append(held_out_documents(corpus, 0, SHARE).tolist())
+        found.append(corpus.shard(0).held_out(SHARE).tolist())
     assert found[0] == found[1]
     assert 0 < sum(found[0]) < 100
 

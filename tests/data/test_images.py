@@ -26,7 +26,7 @@ from overland.config.schema import (
 from overland.data.arrays import empty_array, require_fields
 from overland.data.batch import digests, instance_norm, load_batch
 from overland.data.corpora import Preparer
-from overland.data.leakage import check_held_out
+from overland.data.holdout import check_held_out
 from overland.data.prepare import Dataset, training_data
 from overland.data.registry import MADE
 from overland.data.sources.image_files import ArrayList, is_array_list

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from overland.apps.data.build import build
-from overland.data.corpus_folder import read_layout, source_changes
-from overland.data.layout import lay_out
+from overland.data.layout import lay_out, read_layout, source_changes
 from overland.data.shard_maker import ShardMaker
 from overland.data.sources import JsonLines, open_source
 from overland.data.sources.source import Source

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from overland.data.mixture import MAX_PERIOD, Mixture, shares_of
+from overland.data.order import MAX_PERIOD, Mixture, shares_of
 from overland.errors import DataError
 
 ZYDA = [40, 44, 3, 2, 10, 1]

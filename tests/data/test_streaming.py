@@ -12,8 +12,7 @@ from overland.apps.data.build import build
 from overland.data import corpus as corpus_module
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import CorpusLayout
-from overland.data.layout import lay_out
+from overland.data.layout import CorpusLayout, lay_out
 from overland.data.prepare import training_data
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError

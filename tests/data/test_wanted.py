@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from overland.config.schema import JobConfig
+from overland.data.holdout import check_held_out
 from overland.data.layout import lay_out
-from overland.data.leakage import check_held_out
 from overland.data.sources import Document
 from overland.data.wanted import held_out_sources, sources_of
 from overland.errors import DataError

@@ -13,7 +13,7 @@ from overland.apps.console.bar import validation_line
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import list_checkpoints
 from overland.config.schema import JobConfig
-from overland.data.leakage import check_held_out
+from overland.data.holdout import check_held_out
 from overland.errors import DataError
 from overland.training.build import build_run
 from overland.training.loop import train

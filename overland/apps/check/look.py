@@ -18,9 +18,8 @@ from overland.data.corpora import (
     named_by_keys,
     shard_documents,
 )
-from overland.data.corpus_folder import CorpusLayout
 from overland.data.holdout import check_countable
-from overland.data.layout import group, policy_of, weigh
+from overland.data.layout import CorpusLayout, group, policy_of, weigh
 from overland.data.sampler import AnyCorpus
 from overland.data.shard_maker import ShardMaker
 from overland.data.sources import Source

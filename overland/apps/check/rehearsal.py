@@ -38,9 +38,8 @@ from overland.data.corpora import (
     trained_size,
 )
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import is_corpus
-from overland.data.holdout import check_fewer, require_both_sides
-from overland.data.leakage import check_held_out
+from overland.data.holdout import check_fewer, check_held_out, require_both_sides
+from overland.data.layout import is_corpus
 from overland.data.plan import ChangedSource, Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of, training_data
 from overland.data.sampler import AnyCorpus, NoDocuments

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.corpus_folder import CorpusLayout, read_layout
+from overland.data.layout import CorpusLayout, read_layout
 from overland.data.shard import open_shard, read_counts
 from overland.data.shard_maker import ShardMaker, sweep
 from overland.data.sources.source import Source

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.corpus_folder import read_layout
+from overland.data.layout import read_layout
 from overland.data.shard import TOKENS, Shard, open_shard, read_counts
 from overland.data.sources.compression import reading
 from overland.data.sources.source import Document, FileSource, Kind

@@ -21,9 +21,8 @@ from overland.checks.files import C4, fetch_line
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import CorpusLayout
-from overland.data.holdout import held_out_documents
-from overland.data.leakage import foreign_validation
+from overland.data.holdout import foreign_validation
+from overland.data.layout import CorpusLayout
 from overland.data.prepare import validation_data
 from overland.data.registry import MADE, is_built_in, source_names
 from overland.data.shard import TOKENS, WEIGHTS
@@ -156,7 +155,7 @@ class HeldOut(Source):
 
     def read(self, chunk: str) -> Iterator[Any]:
         shard = self.corpus.shard(int(chunk))
-        for number in np.flatnonzero(held_out_documents(self.corpus, int(chunk), self.share)):
+        for number in np.flatnonzero(shard.held_out(self.share)):
             ids = shard.document(int(number)).astype(np.int64)
             if WEIGHTS not in shard.channels:
                 yield ids

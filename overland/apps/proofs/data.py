@@ -21,11 +21,11 @@ from overland.config.load import load_config
 from overland.data.batch import digests, load_batch
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
-from overland.data.corpus_folder import source_changes
+from overland.data.layout import source_changes
 from overland.data.ledger import Fed, FedSteps, read_ledger
-from overland.data.mixture import MixedWindows
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, planned_data
+from overland.data.windows import MixedWindows
 from overland.errors import DataError
 from overland.models.registry import model_config
 from overland.run_folder import CONFIG, RunFolder

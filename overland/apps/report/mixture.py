@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from overland.data.ledger import batches_of
-from overland.data.mixture import Mixture
+from overland.data.order import Mixture
 from overland.data.plan import Plan
 from overland.errors import OverlandError
 from overland.files import read_json
