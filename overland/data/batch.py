@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from overland.config.schema import Images
+from overland.data.lanes import Rows
 from overland.data.order import mix64
-from overland.data.sampler import Rows, Sampler, Samples
+from overland.data.sampler import Sampler, Samples
 from overland.data.shard import ANSWERS, CHOSEN, REJECTED
 from overland.data.sources.image_files import WANTED
 
@@ -218,33 +219,28 @@ def with_borders(rows: Rows) -> RowFields:
     document. Padding is a document of its own."""
     tokens, labels = tokens_and_labels(rows)
     labels = labels if labels.base is None else labels.copy()
-    width = rows.tokens.shape[1]
-    padded = _padded(rows)
-    begins = np.append(rows.piece_begin, rows.num_tokens[padded])
-    begins = np.sort(begins + width * np.append(rows.piece_row, padded))
-    row, begin = np.divmod(begins, width)
-    labels[row[begin > 0], begin[begin > 0] - 1] = IGNORED
-    row, begin = row[begin < width - 1], begin[begin < width - 1]
-    begins = row * (width - 1) + begin
-    sizes = np.diff(begins, append=tokens.size)
+    padded, begins = _padded(rows), rows.begins.copy()
+    begins[padded, rows.num_tokens[padded]] = True
+    labels[begins[:, 1:]] = IGNORED
+    begins = begins[:, :-1]
+    first = np.flatnonzero(begins)
+    sizes = np.diff(first, append=begins.size)
+    row = first // begins.shape[1]
     number = np.arange(len(row)) - np.searchsorted(row, row)
     return RowFields(
         tokens,
         labels,
-        (np.arange(tokens.size) - np.repeat(begins, sizes)).reshape(tokens.shape),
-        np.repeat(number, sizes).reshape(tokens.shape),
+        (np.arange(begins.size) - np.repeat(first, sizes)).reshape(begins.shape),
+        np.repeat(number, sizes).reshape(begins.shape),
     )
 
 
 def answers_apart(rows: Rows) -> Rows:
     """Returns rows of pairs in which the second answer begins a document of its own."""
     answers = rows.channels[ANSWERS]
-    row, place = np.nonzero((answers[:, :-1] == CHOSEN) & (answers[:, 1:] == REJECTED))
-    return replace(
-        rows,
-        piece_row=np.append(rows.piece_row, row),
-        piece_begin=np.append(rows.piece_begin, place + 1),
-    )
+    begins = rows.begins.copy()
+    begins[:, 1:] |= (answers[:, :-1] == CHOSEN) & (answers[:, 1:] == REJECTED)
+    return replace(rows, begins=begins)
 
 
 def _padded(rows: Rows) -> Array:

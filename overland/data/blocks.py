@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.arrays import Arrays
-from overland.data.lanes import Lane, Origins, Room
+from overland.data.lanes import Lane, Origins, Rows
 from overland.data.order import group_alike, groups, permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
 from overland.data.plan import REST_RULES
@@ -124,14 +124,10 @@ class BlockStream(Lane):
             f"blocks-{self.key}", self._count, windows.per_epoch + self._lead
         )
 
-    def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
-        piece_rows, piece_begins = [], []
+    def read(self, numbers: Array, rows: Array, into: Rows) -> None:
         for window, mine, places in self._find(numbers):
-            pieces, here = window.pieces(places), rows[mine]
-            begins = _copy(window.documents, pieces, here, into, self.shape.pad_id)
-            piece_rows.append(here[pieces.row])
-            piece_begins.append(begins)
-        return np.concatenate(piece_rows), np.concatenate(piece_begins)
+            pieces = window.pieces(places)
+            _copy(window.documents, pieces, rows[mine], into, self.shape.pad_id)
 
     def read_samples(
         self, numbers: Array, rows: Array, arrays: Arrays, into: Mapping[str, npt.NDArray[Any]]
@@ -282,8 +278,8 @@ class Rest:
         return window.joined(places, packing)
 
 
-def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Room, pad_id: int) -> Array:
-    """Copies the pieces into their rows, followed by padding; returns where each piece begins."""
+def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Rows, pad_id: int) -> None:
+    """Copies the pieces into their rows, followed by padding."""
     sizes, which = pieces.stop - pieces.start, pieces.document
     ends = np.cumsum(sizes)
     first = np.searchsorted(pieces.row, np.arange(len(rows)))  # every row has a piece
@@ -294,6 +290,7 @@ def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Room, pad_id:
 
     width = into.tokens.shape[1]
     places = begins + rows[pieces.row] * width
+    into.begins.reshape(-1)[places] = True
     columns = (documents.file[which], documents.start[which] + pieces.start, places, sizes)
     spans = [column.tolist() for column in columns]
     short = np.flatnonzero(lengths < width)
@@ -303,7 +300,6 @@ def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Room, pad_id:
         have = [name in shard.channels for shard in documents.files]
         there = (span for span in zip(*spans, strict=True) if have[span[0]])
         _fill(channel, name, there, documents.files, padded, 0)
-    return begins
 
 
 def _fill(

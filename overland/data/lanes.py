@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -36,23 +36,30 @@ READERS = max(2, min(8, os.cpu_count() or 2))  # threads, which wait for the dis
 
 
 @dataclass(frozen=True)
-class Room:
-    """Buffers for rows of tokens, which several streams fill; see `sampler.Rows`."""
+class Rows:
+    """Blocks as rows of `seq_len + 1` tokens, which several lanes fill."""
 
     tokens: Array
     num_tokens: Array
+    """The number of real tokens in each row; the rest is padding."""
+    begins: npt.NDArray[np.bool_]
+    """Whether a piece of a document begins with this token."""
     sample: Array
+    """The document that each row begins with: source × 2⁵⁶ + its number there."""
     epoch: Array
-    channels: Mapping[str, npt.NDArray[Any]]
+    """How many times that document was read before."""
+    channels: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Channels with an element per token, by name; 0 for padding."""
 
     @classmethod
-    def of(cls, rows: int, width: int, channels: Mapping[str, str]) -> Room:
+    def empty(cls, rows: int, width: int, channels: Mapping[str, str]) -> Rows:
         """Allocates this many rows. A document without weights has weight 1; other channels are 0
         for sources that lack them."""
         shape = (rows, width)
         num_tokens, sample, epoch = np.empty((3, rows), np.int64)
         filled = {name: np.full(shape, name == WEIGHTS, dtype) for name, dtype in channels.items()}
-        return cls(np.empty(shape, np.int64), num_tokens, sample, epoch, filled)
+        tokens, begins = np.empty(shape, np.int64), np.zeros(shape, bool)
+        return cls(tokens, num_tokens, begins, sample, epoch, filled)
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,8 @@ class Lane:
     epoch_size: int | None = None
     """The number of blocks in an epoch, if that is the same for all and known in advance."""
 
-    def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
-        """Fills `rows` of `into` with blocks; returns the row of each piece and where in the row it
-        begins."""
+    def read(self, numbers: Array, rows: Array, into: Rows) -> None:
+        """Fills `rows` of `into` with blocks."""
         raise NotImplementedError
 
     def read_samples(
@@ -168,15 +174,14 @@ class RandomBlocks(MadeRows, Lane):
     def in_segment(self, segment: Segment) -> Lane:
         return replace(self, seq_len=segment.seq_len)
 
-    def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
-        begins = [
-            self._read(number, into.tokens[row])
-            for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
-        ]
-        piece_rows = np.repeat(rows, [len(one) for one in begins])
+    def read(self, numbers: Array, rows: Array, into: Rows) -> None:
+        for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
+            draw, size = np.random.default_rng((self.seed, number)), self.seq_len + 1
+            into.tokens[row] = draw.integers(self.vocab_size, size=size)
+            into.begins[row] = draw.random(size) < DOCUMENTS_PER_BLOCK / self.seq_len
+        into.begins[rows, 0] = True
         into.num_tokens[rows] = self.seq_len + 1
         into.sample[rows], into.epoch[rows] = (self.source << 56) + numbers, 0
-        return piece_rows, np.concatenate(begins)
 
     def lengths(self, numbers: Array) -> Array:
         return np.full(len(numbers), self.seq_len + 1)
@@ -184,13 +189,6 @@ class RandomBlocks(MadeRows, Lane):
     def origins(self, numbers: Array, rows: Array) -> list[Origins]:
         none = np.zeros_like(rows)
         return [Origins(rows, none + self.source, numbers, none, none + self.seq_len + 1)]
-
-    def _read(self, number: int, row: Array) -> Array:
-        draw = np.random.default_rng((self.seed, number))
-        row[:] = draw.integers(self.vocab_size, size=self.seq_len + 1)
-        borders = draw.random(self.seq_len + 1) < DOCUMENTS_PER_BLOCK / self.seq_len
-        borders[0] = True
-        return np.flatnonzero(borders)
 
 
 class ImageSet(MadeRows):

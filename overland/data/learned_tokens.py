@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +29,15 @@ from overland.data.chat import (
     any_name_of,
     check_text,
 )
-from overland.data.conversations import SPEAKERS, Columns, Conversation, Learn, Record, pair
+from overland.data.conversations import (
+    SPEAKERS,
+    Columns,
+    Conversation,
+    Learn,
+    Record,
+    conversation,
+    pair,
+)
 from overland.data.shard import ANSWERS, CHOSEN, REJECTED, TOKENS, WEIGHTS
 from overland.data.sources.file_marks import digest_of
 from overland.data.tokenizer import Tokenizer
@@ -47,11 +55,15 @@ OTHER_ROLES = (
 QUOTED = "with names of special tokens encoded as text (sft.special_tokens_in_content)"
 
 
-class Sample(NamedTuple):
+class Encoded(NamedTuple):
     tokens: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
     what: tuple[str, ...] = ()
     """What was done to it, to be counted."""
+
+
+Sample: TypeAlias = tuple[Mapping[str, npt.NDArray[Any]], tuple[str, ...]]
+"""The arrays of a sample, and what was done to it, to be counted."""
 
 
 class Skipped(Exception):
@@ -90,12 +102,14 @@ class Writer:
     length_key: str = "training.seq_len"
     """The config key of the sequence length."""
 
-    def encoded(self, told: Conversation) -> Sample:
-        """Returns the ids and weights of a conversation of any length."""
-        written = self._plain(*told.texts) if told.texts is not None else self._chat(told)
-        return Sample(*encode(self.tokenizer, written), (QUOTED,) if written.num_quoted else ())
+    @property
+    def channels(self) -> dict[str, str]:
+        """The types of the channels of its samples."""
+        return {WEIGHTS: "float32"}
 
-    def sample(self, told: Conversation) -> Sample:
+    def sample(self, record: Record, columns: Columns) -> Sample:
+        """Converts a record to a sample."""
+        told = conversation(record, columns)
         ids, weights, quoted = self.encoded(told)
         what, longest = "", len(ids) if self.seq_len is None else self.seq_len + 1
         if len(ids) > longest:
@@ -120,7 +134,12 @@ class Writer:
                 f"there is nothing to learn in it: {why} (to skip such samples, set "
                 f"sft.skip_unlearned = true): {self.shown(ids)}"
             )
-        return Sample(ids, weights, (*quoted, what) if what else quoted)
+        return {TOKENS: ids, WEIGHTS: weights}, (*quoted, what) if what else quoted
+
+    def encoded(self, told: Conversation) -> Encoded:
+        """Returns the ids and weights of a conversation of any length."""
+        written = self._plain(*told.texts) if told.texts is not None else self._chat(told)
+        return Encoded(*encode(self.tokenizer, written), (QUOTED,) if written.num_quoted else ())
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -214,20 +233,22 @@ def in_words(changes: Changes) -> list[str]:
 
 
 @dataclass(frozen=True)
-class PairWriter:
+class PairWriter(Writer):
     """Converts pairs to samples. Each answer gets half of a row."""
 
-    writer: Writer
-    settings: Preference
+    settings: Preference = field(default_factory=Preference)
 
-    def sample(self, record: Record, columns: Columns) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Returns the arrays of a sample, and what was done to it, to be counted."""
-        encoded = [self.writer.encoded(told) for told in pair(record, columns)]
-        what = tuple({one: None for sample in encoded for one in sample.what})
-        both = [(sample.tokens, sample.weights) for sample in encoded]
+    @property
+    def channels(self) -> dict[str, str]:
+        return {**super().channels, ANSWERS: "uint8"}
+
+    def sample(self, record: Record, columns: Columns) -> Sample:
+        encoded = [self.encoded(told) for told in pair(record, columns)]
+        what = tuple({one: None for answer in encoded for one in answer.what})
+        both = [(answer.tokens, answer.weights) for answer in encoded]
         for (ids, weights), which in zip(both, ("chosen", "rejected"), strict=True):
             if not weights[1:].any():
-                raise Undecided(f"the {which} answer has no tokens: {self.writer.shown(ids)}")
+                raise Undecided(f"the {which} answer has no tokens: {self.shown(ids)}")
         if self.room is not None and max(len(ids) for ids, _ in both) > self.room:
             what = (*what, self._about_length(max(len(ids) for ids, _ in both)))
             both = [self._cut(*one, self._room_for_prompt(both)) for one in both]
@@ -241,29 +262,22 @@ class PairWriter:
     @property
     def room(self) -> int | None:
         """The most tokens of a prompt with its answer."""
-        seq_len = self.writer.seq_len
-        return None if seq_len is None else (seq_len + 1) // 2
+        return None if self.seq_len is None else (self.seq_len + 1) // 2
 
     @property
     def identity(self) -> dict[str, Any]:
-        settings = self.settings
         keys = ("max_prompt", "prompt_side", "answer_side")
-        return {
-            **self.writer.identity,
-            **{f"preference.{key}": getattr(settings, key) for key in keys},
-        }
+        own = {f"preference.{key}": getattr(self.settings, key) for key in keys}
+        return {**super().identity, **own}
 
     def _about_length(self, length: int) -> str:
-        too_long, room = self.writer.too_long, self.room
-        if too_long == "drop":
-            raise Skipped("too long")
-        if too_long != "truncate":
+        if self.too_long in ("error", "split"):
             raise Undecided(
                 f"a prompt with its answer has {length:,} tokens, but training.seq_len = "
-                f"{self.writer.seq_len} has room for {room:,}, half of a row: raise it, or set "
+                f"{self.seq_len} has room for {self.room:,}, half of a row: raise it, or set "
                 "sft.too_long to truncate or drop"
             )
-        return "truncated"
+        return super()._about_length(length)
 
     def _room_for_prompt(self, both: list[tuple[Any, Any]]) -> int:
         """Returns the most tokens of a prompt: all that the longer answer leaves, or its share."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from overland.data.arrays import Arrays
 from overland.data.blocks import BlockStream, Rest, Shape
 from overland.data.corpus import Corpus
-from overland.data.lanes import Gone, Lane, MadeRows, Origins, Room
+from overland.data.lanes import Gone, Lane, MadeRows, Origins, Rows
 from overland.data.order import Mixture, groups
 from overland.data.plan import LENGTH_STEP, Plan, Segment
 from overland.data.windows import MixedWindows, Reading, SourceWindows
@@ -27,24 +27,6 @@ from overland.errors import DataError
 Array = npt.NDArray[np.int64]
 AnyCorpus: TypeAlias = Corpus | MadeRows
 Corpora: TypeAlias = Mapping[str, AnyCorpus]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Blocks as rows of `seq_len + 1` tokens."""
-
-    tokens: Array
-    num_tokens: Array
-    """The number of real tokens in each row; the rest is padding."""
-    piece_row: Array
-    piece_begin: Array
-    """Where each piece of a document begins: the row, and the place in it."""
-    sample: Array
-    """The document that each row begins with: source × 2⁵⁶ + its number there."""
-    epoch: Array
-    """How many times that document was read before."""
-    channels: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Channels with an element per token, by name; 0 for padding."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +109,10 @@ class Sampler:
         assert self.arrays is None
         self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
-        room = Room.of(len(whose), self._width(lanes.segment, batch), lanes.channels)
-        pieces = []
+        rows = Rows.empty(len(whose), self._width(lanes.segment, batch), lanes.channels)
         for number, mine in groups(whose):
-            pieces.append(lanes.lanes[number].read(places[mine], mine, room))
-        rows, begins = (np.concatenate(one) for one in zip(*pieces, strict=True))
-        return Rows(
-            room.tokens, room.num_tokens, rows, begins, room.sample, room.epoch, room.channels
-        )
+            lanes.lanes[number].read(places[mine], mine, rows)
+        return rows
 
     def read_samples(self, batch: int, part: int = 0, num_parts: int = 1) -> Samples:
         """Reads a share of a batch's rows of arrays."""

@@ -13,16 +13,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from overland.config.schema import JobConfig
 from overland.data.chat import GIVEN, ChatError, ChatTemplate, Undecided
-from overland.data.conversations import Columns, Record, conversation, recognize
+from overland.data.conversations import Columns, Record, recognize
 from overland.data.learned_tokens import NoTemplate, PairWriter, Skipped, Writer, encode
-from overland.data.shard import ANSWERS, TOKENS, WEIGHTS
 from overland.data.sources.file_marks import FileMark
 from overland.data.sources.source import Document, FileSource, Kind, Located, Source
 from overland.data.tokenizer import Tokenizer
@@ -89,20 +88,18 @@ class ConversationSource(FileSource):
         records: FileSource,
         shape: Columns,
         writer: Writer,
-        pairs: PairWriter | None = None,
         first: Sequence[Record] = (),
     ) -> None:
         """`first`: some of the records."""
-        self.records, self.shape, self.writer, self.pairs = records, shape, writer, pairs
+        self.records, self.shape, self.writer = records, shape, writer
         self.first = [dict(record) for record in first]
         super().__init__(records.root, records.files, records.skip_bad)
         self.format, self.column, self.dtype = records.format, records.column, records.dtype
         self.columns, self.is_walked = records.columns, records.is_walked
         self.not_read, self.together = records.not_read, records.together
-        self.channels = {WEIGHTS: "float32"} | ({ANSWERS: "uint8"} if pairs is not None else {})
-        self.tokenizer = writer.tokenizer
+        self.channels, self.tokenizer = writer.channels, writer.tokenizer
         read = {key: value for key, value in asdict(shape).items() if value}
-        self.made_by = {"columns": read, **(pairs or writer).identity}
+        self.made_by = {"columns": read, **writer.identity}
         """What determines the tokens besides the records: part of a corpus's fingerprint."""
         self.counts: Counter[str] = Counter()
         """How many conversations were left out or truncated, by what was done."""
@@ -140,7 +137,7 @@ class ConversationSource(FileSource):
             self.num_bad += self.records.num_bad - before
             before = self.records.num_bad
             try:
-                arrays, what = self._sample(record)
+                arrays, what = self.writer.sample(record, self.shape)
             except Skipped as why:
                 self.counts[str(why)] += 1
             except ChatError as error:
@@ -157,12 +154,6 @@ class ConversationSource(FileSource):
                 self.counts.update(what)
                 yield arrays
         self.num_bad += self.records.num_bad - before
-
-    def _sample(self, record: Record) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        if self.pairs is not None:
-            return self.pairs.sample(record, self.shape)
-        sample = self.writer.sample(conversation(record, self.shape))
-        return {TOKENS: sample.tokens, WEIGHTS: sample.weights}, sample.what
 
 
 def conversations_of(
@@ -191,8 +182,7 @@ def conversations_of(
             "data.add_bos is only for texts; in conversations, the chat template writes BOS: "
             "remove data.add_bos"
         )
-    pair_writer = PairWriter(writer, config.preference) if pairs else None
-    return ConversationSource(source, shape, writer, pair_writer, records)
+    return ConversationSource(source, shape, writer, records)
 
 
 def writer_for(config: JobConfig, seq_len: int, tokenizer: Path | None = None) -> Writer:
@@ -201,7 +191,10 @@ def writer_for(config: JobConfig, seq_len: int, tokenizer: Path | None = None) -
     sft, data = config.sft, config.data
     opened = tokenizer_for_chats(config, tokenizer)
     template, tool_template = templates_of(config, opened)
-    return Writer(
+    kind = Writer
+    if config.preference.loss != "off":
+        kind = partial(PairWriter, settings=config.preference)
+    return kind(
         opened,
         template,
         tool_template,

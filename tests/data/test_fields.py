@@ -1,14 +1,13 @@
 import numpy as np
 
 from overland.data.batch import IGNORED, tokens_and_labels, with_borders
-from overland.data.sampler import Rows
+from overland.data.lanes import Rows
 
 # Two documents and padding; one document alone; three, the last of which is only a label.
 ROWS = Rows(
     np.array([[1, 1, 2, 2, 2, 0, 0], [3, 3, 3, 3, 3, 3, 3], [4, 5, 5, 5, 5, 5, 6]]),
     np.array([5, 7, 7]),
-    np.array([2, 0, 1, 0, 2, 2]),  # in no order: lanes come one after another
-    np.array([0, 0, 0, 2, 1, 6]),
+    np.array([[1, 0, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 1]], bool),
     sample=np.arange(3),
     epoch=np.zeros(3, np.int64),
 )
@@ -40,7 +39,7 @@ def test_borders_take_no_loss_and_reset_positions() -> None:
 
 
 def test_a_row_of_one_token_has_no_loss() -> None:
-    zero = np.array([0])
-    row = Rows(np.array([[7, 0, 0]]), np.array([1]), zero, zero, zero, zero)
+    zero, begins = np.array([0]), np.array([[True, False, False]])
+    row = Rows(np.array([[7, 0, 0]]), np.array([1]), begins, zero, zero)
     for labels in (tokens_and_labels(row)[1], with_borders(row).labels):
         assert labels.tolist() == [[IGNORED, IGNORED]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -312,8 +311,9 @@ def test_the_complement_is_exact_at_both_ends() -> None:
 
 
 def test_a_prompt_gives_way_to_the_longer_answer() -> None:
-    writer: Any = SimpleNamespace(seq_len=39)  # half of a row: 20 tokens
-    pairs = PairWriter(writer, Preference(loss="dpo"))
+    tokenizer: Any = None
+    # Half of a row is 20 tokens.
+    pairs = PairWriter(tokenizer, None, seq_len=39, settings=Preference(loss="dpo"))
     both = [
         (np.arange(16 + size), np.repeat([0.0, 1.0], [16, size]).astype(np.float32))
         for size in (3, 8)

@@ -25,7 +25,7 @@ from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
 from overland.config.schema import JobConfig
 from overland.data.batch import load_batch
-from overland.data.lanes import RandomBlocks, Room
+from overland.data.lanes import RandomBlocks, Rows
 from overland.data.ledger import read_ledger
 from overland.errors import CheckpointError, DataError, MismatchError, NotSavedError
 from overland.files import Disk
@@ -366,7 +366,7 @@ def test_another_batch_size_goes_on_with_the_next_row(
     other = other.model_copy(update={"training": other.training.model_copy(update=sizes)})
     expected, rows = [], RandomBlocks(TINY_MODEL["vocab_size"], seq_len=other.training.seq_len)
     for number in range(24, 24 + size):
-        room = Room.of(1, rows.seq_len + 1, {})
+        room = Rows.empty(1, rows.seq_len + 1, {})
         rows.read(np.array([number]), np.array([0]), room)
         expected.append(room.tokens[0, :-1].tolist())
     assert ranks.run(1, next_rows, other) == [expected]

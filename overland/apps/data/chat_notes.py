@@ -45,7 +45,7 @@ def _surprises(source: ConversationSource) -> Iterator[str]:
     template, tokenizer = source.writer.template, source.tokenizer
     shape, first = source.shape, source.first
     turns = list(_all_turns(first, shape))
-    if source.pairs is not None and (prompts := prompts_are(first, shape)):
+    if shape.shape == "preference" and (prompts := prompts_are(first, shape)):
         yield f"the prompt of chosen and rejected is {prompts}"
     if renamed := renamed_roles(first, shape):
         words = [f"{theirs} is {ours}" for theirs, ours in renamed.items()]

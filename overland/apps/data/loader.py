@@ -20,9 +20,9 @@ import torch
 from overland.config.schema import Data, Debug, JobConfig, Model, Training
 from overland.data.batch import Array, RowFields, read_ahead, tokens_and_labels, with_borders
 from overland.data.corpora import Preparer
+from overland.data.lanes import Rows
 from overland.data.pack import Packing
 from overland.data.prepare import Dataset, training_data
-from overland.data.sampler import Rows
 from overland.data.sources import open_source
 from overland.errors import ChoiceRequired, DataError
 from overland.words import command
