@@ -120,9 +120,7 @@ class BlockStream(Lane):
         self.key = digest_of([*parts, first, rest.key if rest else None])
         self._opened: OrderedDict[int, Window] = OrderedDict()
         self._lead = 1 if rest else 0
-        self._counts = reading.counts(
-            f"blocks-{self.key}", self._count, windows.per_epoch + self._lead
-        )
+        self._counts = reading.counts(f"blocks-{self.key}", windows.per_epoch + self._lead)
 
     def read(self, numbers: Array, rows: Array, into: Rows) -> None:
         for window, mine, places in self._find(numbers):
@@ -161,21 +159,25 @@ class BlockStream(Lane):
 
     def places(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
         """Returns the window that contains each block, and its place there."""
-        return self._counts.find(numbers)
+        while (found := self._counts.find(numbers)) is None:
+            self._count_next()
+        return found
 
     def require(self, number: int) -> None:
-        self._counts.find([number])
+        self.places([number])
 
-    def num_blocks(self, windows: int) -> int:
-        """Returns the number of blocks in the first `windows` windows."""
-        return self._counts.total(windows)
+    def num_blocks(self, windows: int, enough: int = sys.maxsize) -> int:
+        """Returns the number of blocks in the first `windows` windows, but at most `enough`."""
+        while self.num_counted < windows and self._counts.total(self.num_counted) < enough:
+            self._count_next()
+        return min(self._counts.total(windows), enough)
 
     def num_blocks_in(self, epochs: float, enough: int = sys.maxsize) -> int:
         whole = int(epochs)
-        count = self._counts.total_up_to(self.windows_before(whole), enough)
+        count = self.num_blocks(self.windows_before(whole), enough)
         if whole == epochs or count == enough:
             return count
-        next_ = self._counts.total(self.windows_before(whole + 1))
+        next_ = self.num_blocks(self.windows_before(whole + 1))
         return min(count + math.ceil((epochs - whole) * (next_ - count)), enough)
 
     @property
@@ -229,7 +231,7 @@ class BlockStream(Lane):
 
     def _find(self, numbers: Array) -> Iterator[tuple[Window, Array, Array]]:
         """Yields each window, the indices of the `numbers` in it, and their places there."""
-        windows, places = self._counts.find(numbers)
+        windows, places = self.places(numbers)
         for window, mine in groups(windows):
             yield self.open(window), mine, places[mine]
 
@@ -245,16 +247,19 @@ class BlockStream(Lane):
         if not size or not len(order):
             return opened
         lengths = opened.lengths(np.arange(len(order)))
-        first = -self._counts.total(window) % size  # left of a group from the window before
+        first = -self.num_blocks(window) % size  # left of a group from the window before
         key = ("alike", self.reading.seed, self.key, window)
         return replace(opened, order=group_alike(order, lengths, first, size, key))
 
-    def _count(self, first: int) -> npt.ArrayLike:
+    def _count_next(self) -> None:
+        """Counts the next windows: one, or as many as is cheap."""
+        first, tokens = self.num_counted, None
         if self.shape.packing == "pack" and first >= self._lead:
             tokens = self.windows.num_tokens(self.window_behind(first))
-            if tokens is not None:
-                return num_packed(tokens, self.shape.seq_len, self.shape.last_block)
-        return [self.open(first).cut.num_blocks]
+        if tokens is not None:
+            self._counts.add(num_packed(tokens, self.shape.seq_len, self.shape.last_block))
+        else:
+            self._counts.add([self.open(first).cut.num_blocks])
 
 
 @dataclass(frozen=True)

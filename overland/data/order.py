@@ -6,10 +6,11 @@ land inside (at most about four times on average). The place of one sample among
 costs a few multiplications and is never stored, and every rank, restart and session computes the
 same one.
 
-`Counts` finds the window of item n, and its place there. Windows are counted in order, only as far
-as needed. A count is a function of the plan, but computing it may mean tokenizing the window, so
-the run folder stores known counts: a resume at step 10⁶ reads a table and opens one window. The
-table is only a cache: a record that is missing or torn is counted again.
+`Counts` finds the window of item n, and its place there. Those who read windows count them, in
+order and only as far as needed, and add the counts. A count is a function of the plan, but
+computing it may mean tokenizing the window, so the run folder stores known counts: a resume at step
+10⁶ reads a table and opens one window. The table is only a cache: a record that is missing or torn
+is counted again.
 
 `Mixture` decides which of several sources' turn it is, by their weights, with exact proportions at
 every moment. The j-th turn of a source with share w of all turns is due in [j/w, (j+1)/w). Each
@@ -22,7 +23,7 @@ that it has had.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
@@ -98,89 +99,71 @@ def _round_keys(key: tuple[object, ...]) -> Indices:
 
 
 class Counts:
-    """Counts the items of windows. `count(first)` returns the counts of windows `first`,
-    `first + 1`, …: one or more, whatever is cheap. If `per_epoch` consecutive windows are empty,
-    there is nothing to read."""
+    """The numbers of items in the windows that are counted. If `per_epoch` consecutive windows are
+    empty, there is nothing to read."""
 
-    def __init__(
-        self,
-        count: Callable[[int], npt.ArrayLike],
-        per_epoch: int,
-        path: Path | None = None,
-        writes: bool = False,
-    ) -> None:
-        self._count, self._per_epoch = count, per_epoch
+    def __init__(self, per_epoch: int, path: Path | None = None, writes: bool = False) -> None:
+        self._per_epoch = per_epoch
         self._path, self._where = (path if writes else None), path
         known = _read(path) if path is not None else np.zeros(0, np.int64)
-        self._num_stored = len(known)
-        self._known = len(known)
-        self._counted, self._at_once = 0, 1  # windows so far, and per call, without known ones
-        self._ends = np.cumsum(known)  # room beyond `_known` is not valid
-
-    @property
-    def num_known(self) -> int:
+        self.num_known = len(known)
         """The number of windows that are counted."""
-        return self._known
+        self._counted, self._at_once = 0, 1  # windows so far, and per call, without known ones
+        self._ends = np.cumsum(known)  # room beyond `num_known` is not valid
 
-    def find(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
-        """Returns the window of each item, and its place there."""
+    def find(self, numbers: npt.ArrayLike) -> tuple[Array, Array] | None:
+        """Returns the window of each item, and its place there, or None if further windows have to
+        be counted first."""
         items = np.asarray(numbers, np.int64)
-        while items.size and self.total(self._known) <= items.max():
+        if items.size and self.total(self.num_known) <= items.max():
             self._check_reach(int(items.max()))
-            self._extend()
-        windows = np.searchsorted(self._ends[: self._known], items, side="right")
+            return None
+        windows = np.searchsorted(self._ends[: self.num_known], items, side="right")
         return windows, items - np.where(windows > 0, self._ends[windows - 1], 0)
 
     def check(self, window: int, count: int) -> None:
         """Raises an error if the size of a window differs from its count."""
-        if window < self._known and self.total(window + 1) - self.total(window) != count:
+        if window < self.num_known and self.total(window + 1) - self.total(window) != count:
             raise DataError(
                 f"window {window} has {count} items, but {self._where} says otherwise: delete that "
                 f"file, and it will be written again"
             )
 
     def total(self, windows: int) -> int:
-        """Returns the number of items in the first `windows` windows."""
-        while self._known < windows:
-            self._extend()
+        """Returns the number of items in the first `windows` windows, as far as they are
+        counted."""
+        windows = min(windows, self.num_known)
         return int(self._ends[windows - 1]) if windows else 0
-
-    def total_up_to(self, windows: int, enough: int) -> int:
-        """Returns the number of items in the first `windows` windows, but counts no further than
-        `enough`."""
-        while self._known < windows and self.total(self._known) < enough:
-            self._extend()
-        return min(self.total(min(self._known, windows)), enough)
 
     def _check_reach(self, item: int) -> None:
         """Raises an error if counting up to an item would take hours. How many windows a call
         counts shows only after an epoch, when the sizes of all shards are known."""
-        total = self.total(self._known)
+        total = self.total(self.num_known)
         if self._counted < 2 * self._per_epoch or not total:
             return
-        windows = (item - total) * self._known // total
+        windows = (item - total) * self.num_known // total
         if windows > MOST_CALLS * self._at_once:
-            epochs = (self._known + windows) // self._per_epoch
+            epochs = (self.num_known + windows) // self._per_epoch
             raise DataError(
                 f"this step is about {epochs:,} epochs into the data, too far ahead to locate: "
                 "choose an earlier step"
             )
 
-    def _extend(self) -> None:
-        new = np.asarray(self._count(self._known), np.int64)
+    def add(self, counts: npt.ArrayLike) -> None:
+        """Adds the counts of the windows that follow those that are known: one or more."""
+        new, known = np.asarray(counts, np.int64), self.num_known
         self._counted, self._at_once = self._counted + len(new), max(self._at_once, len(new))
-        total = int(self._ends[self._known - 1]) if self._known else 0
-        if self._known + len(new) > len(self._ends):
+        total = self.total(known)
+        if known + len(new) > len(self._ends):
             room = np.zeros(max(len(new), len(self._ends) // 2, 64), np.int64)
-            self._ends = np.concatenate((self._ends[: self._known], room))
-        self._ends[self._known : self._known + len(new)] = total + np.cumsum(new)
-        self._known += len(new)
-        before = self._known - self._per_epoch
-        if before >= 0 and self.total(self._known) == (self._ends[before - 1] if before else 0):
+            self._ends = np.concatenate((self._ends[:known], room))
+        self._ends[known : known + len(new)] = total + np.cumsum(new)
+        self.num_known += len(new)
+        before = self.num_known - self._per_epoch
+        if before >= 0 and self.total(self.num_known) == self.total(before):
             raise DataError("there is nothing to read: a whole epoch has not a single block")
         if self._path is not None:
-            _append(self._path, self._num_stored, new)
-            self._num_stored += len(new)
+            _append(self._path, known, new)
 
 
 def _read(path: Path) -> Array:

@@ -8,7 +8,7 @@ windows of a mixture of documents take those of several sources in turn.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +29,7 @@ LOOK_AHEAD = 2  # windows that are prepared beyond the current one
 OPEN_WINDOWS = 3  # a batch that spans windows returns to each of them
 COUNTED_AT_ONCE = 4096  # windows, if counting does not have to read the tokens
 EPOCHS_AT_ONCE = 64
+DOCUMENTS, TOKENS = 0, 1  # columns of the sizes of shards
 LEAST_MIXED = 1000  # documents in a window of a mixture, if `window_documents` allows
 
 
@@ -105,9 +106,9 @@ class Reading:
     held_out: bool = False
     """Whether to read only the documents that `data.holdout` holds out of training."""
 
-    def counts(self, name: str, count: Callable[[int], npt.ArrayLike], per_epoch: int) -> Counts:
+    def counts(self, name: str, per_epoch: int) -> Counts:
         path = self.memory / f"{name}.counts" if self.memory is not None else None
-        return Counts(count, per_epoch, path, self.writes)
+        return Counts(per_epoch, path, self.writes)
 
 
 class SourceWindows:
@@ -137,8 +138,9 @@ class SourceWindows:
         # Documents and tokens per shard, as far as they are known: all for a built corpus, and all
         # after one epoch of any other.
         self._sizes = np.full((corpus.num_shards, 2), -1, np.int64)
-        self._documents = reading.counts(f"documents-{self.key}", self._count, self.per_epoch)
-        self._tokens = reading.counts(f"tokens-{self.key}", self._count_tokens, self.per_epoch)
+        self._counts = [
+            reading.counts(f"{what}-{self.key}", self.per_epoch) for what in ("documents", "tokens")
+        ]
 
     def open(self, window: int) -> Documents:
         if window not in self._opened:
@@ -154,7 +156,7 @@ class SourceWindows:
         """Returns documents [first, last) of the stream, in parts."""
         if first == last:
             return []
-        (window, end), (place, _) = self._documents.find([first, last - 1])
+        (window, end), (place, _) = self._find([first, last - 1])
         parts, left = [], last - first
         for number in range(window, end + 1):
             part = self.open(number)[place : place + left]
@@ -165,7 +167,7 @@ class SourceWindows:
     def holds(self, count: int) -> bool:
         """Whether the stream has at least this many documents."""
         try:
-            self._documents.find([max(count - 1, 0)])
+            self._find([max(count - 1, 0)])
         except Exhausted:
             return False
         return True
@@ -173,29 +175,41 @@ class SourceWindows:
     def num_documents(self) -> int:
         """Counts the documents of a finite stream."""
         assert self.max_epochs is not None
-        return self._documents.total(self.max_epochs * self.per_epoch)
+        return self._total(DOCUMENTS, self.max_epochs * self.per_epoch)
 
     def num_tokens(self, first: int) -> Array | None:
-        return self._sums(first, 1)
+        return self._sums(first, TOKENS)
 
     def tokens_before(self, document: int) -> int:
         """Counts the tokens in the first `document` documents of the stream."""
         if document == 0:
             return 0
-        (window,), (place,) = self._documents.find([document - 1])
+        (window,), (place,) = self._find([document - 1])
         if window not in self._sums_of:
             self._sums_of[window] = np.cumsum(self.open(int(window)).length)
             if len(self._sums_of) > OPEN_WINDOWS:
                 self._sums_of.popitem(last=False)
-        return self._tokens.total(int(window)) + int(self._sums_of[window][place])
+        return self._total(TOKENS, int(window)) + int(self._sums_of[window][place])
 
-    def _count(self, first: int) -> npt.ArrayLike:
-        known = self._sums(first, 0)
-        return [len(self.open(first))] if known is None else known
+    def _find(self, documents: list[int]) -> tuple[Array, Array]:
+        """Returns the window of each document, and its place there."""
+        while (found := self._counts[DOCUMENTS].find(documents)) is None:
+            self._count_next(DOCUMENTS)
+        return found
 
-    def _count_tokens(self, first: int) -> npt.ArrayLike:
-        known = self._sums(first, 1)
-        return [self.open(first).length.sum()] if known is None else known
+    def _total(self, column: int, windows: int) -> int:
+        """Returns the number of documents or tokens in the first `windows` windows."""
+        while self._counts[column].num_known < windows:
+            self._count_next(column)
+        return self._counts[column].total(windows)
+
+    def _count_next(self, column: int) -> None:
+        counts = self._counts[column]
+        found = self._sums(counts.num_known, column)
+        if found is None:
+            documents = self.open(counts.num_known)
+            found = np.array([len(documents) if column == DOCUMENTS else documents.length.sum()])
+        counts.add(found)
 
     def _sums(self, first: int, column: int) -> Array | None:
         """Returns the documents or tokens per window, if the sizes of all its shards are known."""
