@@ -60,10 +60,9 @@ class Corpus:
         self.name, self.folder, self.fingerprint = layout.name, layout.folder, layout.fingerprint
         self.num_shards = layout.num_shards
         self.documents_per_shard = layout.documents_per_shard
-        self.vocab_size, self.eos_id, self.bos_id = layout.vocab_size, layout.eos_id, layout.bos_id
+        self.vocab_size, self.eos_id = layout.vocab_size, layout.eos_id
         self.kind: Kind = layout.kind
         self.arrays, self.channels = layout.arrays, layout.channels or {}
-        self.dtype = layout.dtype
         self.open_source, self.tokenizer = open_source, tokenizer
         self._processes = processes
         self._is_little = self.num_shards <= FEW_SHARDS and (
@@ -277,17 +276,14 @@ class ShardCache:
         if self._calls == 1:
             sweep(self.layout)
         made = self.layout.made()
-        self._expected = {n: call for n, call in self._expected.items() if self._is_kept(n, made)}
+        oldest = self._calls - KEPT_CALLS
+        self._expected = {
+            n: call for n, call in self._expected.items() if n in made or call > oldest
+        }
         total = sum(made.values())
         total += num_missing * max(made.values(), default=0)  # as large as any so far
         for number in sorted(made, key=lambda number: (self._expected.get(number, 0), number)):
-            if total <= self.max_bytes or self._is_in_use(number):
+            if total <= self.max_bytes or self._expected.get(number, 0) > oldest:
                 return
             self.layout.shard_path(number).unlink(missing_ok=True)
             total -= made[number]
-
-    def _is_in_use(self, number: int) -> bool:
-        return self._expected.get(number, 0) > self._calls - KEPT_CALLS
-
-    def _is_kept(self, number: int, made: dict[int, int]) -> bool:
-        return number in made or self._is_in_use(number)

@@ -276,7 +276,9 @@ def _of_the_same_bytes(held: Source | Path, trained: Source | Path) -> Iterator[
     if isinstance(held, Path) and not isinstance(trained, Path):
         held, trained = trained, held
     if not isinstance(held, Path):
-        marks = _by_size(_marks(trained, {path.stat().st_size for path in _paths(held)}))
+        marks = defaultdict(list)
+        for mark in _marks(trained, {path.stat().st_size for path in _paths(held)}):
+            marks[mark.size].append(mark)
         for path in _paths(held):
             size = path.stat().st_size
             if any(has_mark(path, mark) for mark in marks[size]):
@@ -294,13 +296,6 @@ def _marks(source: Source | Path, sizes: Container[int] = ()) -> list[FileMark]:
         return list(read_layout(source).all_chunks()[1].values())
     files = [str(path) for path in _paths(source) if path.stat().st_size in sizes]
     return list(marks_of_files(Path(), files, whole=False).values())
-
-
-def _by_size(marks: list[FileMark]) -> dict[int, list[FileMark]]:
-    found = defaultdict(list)
-    for mark in marks:
-        found[mark.size].append(mark)
-    return found
 
 
 def _num_bytes(source: Source | Path) -> int:

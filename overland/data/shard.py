@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,7 @@ MARK_KEY = b"overland: held out or not"
 FLUSH_TOKENS = 1 << 18  # written at once: writing each document of 100 tokens would be slower
 
 Ids = npt.NDArray[np.generic]
+T = TypeVar("T")
 TOKENS = "tokens"
 """The field with the ids, in the structured array of a document that has channels."""
 WEIGHTS = "weights"
@@ -117,7 +118,8 @@ class Shard:
     def verify_index(self) -> None:
         """Verifies everything except tokens and channels."""
         with memoryview(self.data) as data:
-            self._compare(_sum(data[self.index_at :]), _as_sum(self.info.checksum))
+            stored = int.from_bytes(bytes.fromhex(self.info.checksum), "little")
+            self._compare(_sum(data[self.index_at :]), stored)
 
     def verify(self) -> None:
         """Verifies every byte after the head, which was verified when the file was opened."""
@@ -170,7 +172,7 @@ def open_shard(path: Path) -> Shard:
         raise DataError(f"{path} is damaged: its documents do not cover its tokens")
     info = ShardInfo(
         about.num_documents, about.num_tokens, about.num_bad, about.max_token, DTYPES[about.width],
-        chunks, about.checksum, channels, counts,
+        chunks, about.checksum.hex(), channels, counts,
     )  # fmt: skip
     marks = np.frombuffer(data, "<u8", about.num_documents, marks_at)
     sums = np.frombuffer(data, "<u8", num_blocks, sums_at)
@@ -245,10 +247,6 @@ def _sum(data: bytes | memoryview, key: bytes = b"") -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little")
 
 
-def _as_sum(checksum: str) -> int:
-    return int.from_bytes(bytes.fromhex(checksum), "little")
-
-
 class _Blocks:
     """Writes to a file, and computes the checksum of each block."""
 
@@ -282,7 +280,7 @@ def _write_tokens(
     marks: list[int] = []
     limit = 1 << 8 * np.dtype(dtype).itemsize
     kept: dict[str, list[bytes]] = {name: [] for name in channels}
-    for batch in _batches(documents):
+    for batch in in_batches(documents, len, FLUSH_TOKENS, FLUSH_TOKENS):
         ids: npt.NDArray[Any] = np.concatenate(batch)
         lengths.extend(map(len, batch))
         if channels:
@@ -306,14 +304,18 @@ def _write_tokens(
     return offsets, np.array(marks, np.uint64), max_token
 
 
-def _batches(documents: Iterable[Ids]) -> Iterator[list[Ids]]:
-    batch, count = [], 0
-    for document in documents:
-        batch.append(document)
-        count += len(document)
-        if count >= FLUSH_TOKENS:
+def in_batches(
+    items: Iterable[T], size_of: Callable[[T], int], size: int, most: int
+) -> Iterator[list[T]]:
+    """Yields batches of at least this total size, or of `most` items."""
+    batch: list[T] = []
+    found = 0
+    for item in items:
+        batch.append(item)
+        found += size_of(item)
+        if found >= size or len(batch) >= most:
             yield batch
-            batch, count = [], 0
+            batch, found = [], 0
     if batch:
         yield batch
 
@@ -355,13 +357,16 @@ def _head(info: ShardInfo, width: int, note_bytes: int) -> bytes:
 
 
 class _Head(NamedTuple):
+    magic: bytes
+    format: int
     width: int
     num_documents: int
     num_tokens: int
     num_bad: int
     max_token: int
     note_bytes: int
-    checksum: str
+    checksum: bytes
+    check: int
 
 
 def _parse(head: bytes, path: Path) -> _Head:
@@ -369,13 +374,12 @@ def _parse(head: bytes, path: Path) -> _Head:
         raise DataError(
             f"{path} is not a token shard, or is truncated; delete it and build it again"
         )
-    fields = HEAD.unpack(head)
-    if fields[1] != FORMAT:
+    about = _Head(*HEAD.unpack(head))
+    if about.format != FORMAT:
         raise DataError(
-            f"{path} has format {fields[1]}, but this version reads {FORMAT}: delete it and "
+            f"{path} has format {about.format}, but this version reads {FORMAT}: delete it and "
             "build it again"
         )
-    if fields[-1] != zlib.crc32(HEAD.pack(*fields[:-1], 0)):
+    if about.check != zlib.crc32(HEAD.pack(*about[:-1], 0)):
         raise DataError(f"{path} is damaged in its header; delete it and build it again")
-    _, _, width, num_documents, num_tokens, num_bad, max_token, note, checksum, _ = fields
-    return _Head(width, num_documents, num_tokens, num_bad, max_token, note, checksum.hex())
+    return about

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from overland.data.arrays import Unfit, with_channels
 from overland.data.layout import CorpusLayout
-from overland.data.shard import ShardInfo, write_shard
+from overland.data.shard import ShardInfo, in_batches, write_shard
 from overland.data.sources.file_marks import FileMark, changed_files
 from overland.data.sources.source import BadDocument, Source
 from overland.data.tokenizer import Tokenizer
@@ -234,16 +234,7 @@ def _length(values: Any) -> int:
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
-    batch: list[Record] = []
-    length = 0
-    for record in records:
-        batch.append(record)
-        length += _size(record)
-        if length >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, length = [], 0
-    if batch:
-        yield batch
+    return in_batches(records, _size, BATCH_CHARACTERS, BATCH_DOCUMENTS)
 
 
 _numbers = itertools.count()

@@ -214,12 +214,11 @@ def main(pipe: int, payload: int, share: float) -> None:
         data = os.pread(payload, os.fstat(payload).st_size, 0)
         os.close(payload)
         try:
-            folder, source, tokenizer, numbers, reports = pickle.loads(data)
+            folder, source, tokenizer, numbers, parent.reports = pickle.loads(data)
         except DataError as error:  # the tokenizer's files changed; the parent will notice, too
             sys.exit(str(error))
         maker = ShardMaker(read_layout(Path(folder)), source, tokenizer)
-        first = int(len(numbers) * share)
-        _serve(parent, maker, [*numbers[first:].tolist(), *numbers[:first].tolist()], reports)
+        _serve(parent, maker, np.roll(numbers, -int(len(numbers) * share)).tolist())
 
 
 class _Gone(Exception):
@@ -227,13 +226,16 @@ class _Gone(Exception):
 
 
 class _Parent:
-    """The parent process: what it expects, and whether it is alive."""
+    """The parent process: what it expects, whether it is alive, and what it was told."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._process = pipe, os.getppid()
-        self._told = 0.0
         self.numbers: list[int] | None = None
         """The numbers received since the last check, if any."""
+        self.reports = False
+        """Whether it reads reports of progress."""
+        self._documents = self._tokens = 0
+        self._reported = time.monotonic()
 
     def listen(self, seconds: float = 0.0) -> None:
         """Receives messages, or waits for them. Raises `_Gone` if the parent is gone."""
@@ -252,30 +254,21 @@ class _Parent:
         except OSError:
             raise _Gone from None
 
-
-class _Progress:
-    """Counts batches, and reports to the parent from time to time."""
-
-    def __init__(self, parent: _Parent, reports: bool) -> None:
-        self.parent, self.reports = parent, reports
-        self.documents = self.tokens = 0
-        self.told = time.monotonic()
-
     def tick(self, documents: int, tokens: int) -> None:
-        self.parent.listen()
-        self.documents += documents
-        self.tokens += tokens
-        if self.reports and time.monotonic() - self.told >= REPORT_SECONDS:
-            self.tell()
+        """Counts a batch, and reports from time to time."""
+        self.listen()
+        self._documents += documents
+        self._tokens += tokens
+        if self.reports and time.monotonic() - self._reported >= REPORT_SECONDS:
+            self.tell_progress()
 
-    def tell(self) -> None:
-        self.parent.tell("progress", self.documents, self.tokens)
-        self.documents = self.tokens = 0
-        self.told = time.monotonic()
+    def tell_progress(self) -> None:
+        self.tell("progress", self._documents, self._tokens)
+        self._documents = self._tokens = 0
+        self._reported = time.monotonic()
 
 
-def _serve(parent: _Parent, maker: ShardMaker, todo: list[int], reports: bool) -> None:
-    progress = _Progress(parent, reports)
+def _serve(parent: _Parent, maker: ShardMaker, todo: list[int]) -> None:
     failed: set[int] = set()
     claimed: list[int] = []
     """Shards claimed by others, checked again once the rest is done."""
@@ -291,7 +284,7 @@ def _serve(parent: _Parent, maker: ShardMaker, todo: list[int], reports: bool) -
                 parent.listen(LOOK_SECONDS)
                 todo, place, claimed = claimed, 0, []
                 continue
-            if reports and not is_told:
+            if parent.reports and not is_told:
                 parent.tell("idle")
             is_told = True
             parent.listen(1.0)
@@ -301,7 +294,7 @@ def _serve(parent: _Parent, maker: ShardMaker, todo: list[int], reports: bool) -
         if number in failed:
             continue
         try:
-            info = maker.make(number, progress.tick)
+            info = maker.make(number, parent.tick)
         except _Gone:
             raise
         except DataError as error:
@@ -316,6 +309,6 @@ def _serve(parent: _Parent, maker: ShardMaker, todo: list[int], reports: bool) -
         else:
             if info is None and not maker.layout.shard_path(number).exists():
                 claimed.append(number)
-            elif info is not None and reports:
-                progress.tell()
+            elif info is not None and parent.reports:
+                parent.tell_progress()
                 parent.tell("made", info.num_bad)

@@ -54,11 +54,11 @@ def test_shards_hold_every_document_in_the_order_of_the_source(
 def test_ids_take_two_bytes_where_the_vocabulary_allows(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    assert streamed(write_lines(tmp_path / "l", 1), tokenizer, tmp_path).dtype == "<u2"
+    assert streamed(write_lines(tmp_path / "l", 1), tokenizer, tmp_path).layout.dtype == "<u2"
     source = RandomTokens(100, 3, 4)
     for size, dtype in ((65_536, "<u2"), (65_537, "<u4"), (None, "<u4")):
         corpus = opened(source, None, tmp_path, vocab_size=size)
-        assert corpus.dtype == dtype
+        assert corpus.layout.dtype == dtype
         assert corpus.shard(0).tokens.dtype == dtype
         assert documents_of(corpus) == [ids.tolist() for ids in source.read("0")]  # nothing added
 
