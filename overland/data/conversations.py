@@ -79,10 +79,8 @@ class Columns:
     system: str = ""
 
     def __str__(self) -> str:
-        named = (
-            self.system, self.prompt, self.input, self.turns, self.answer, self.rejected, self.tools
-        )  # fmt: skip
-        names = [name for name in named if name]
+        asked = (self.system, self.prompt, self.input)
+        names = [*filter(None, (*asked, self.turns, self.answer, self.rejected, self.tools))]
         columns = "column" if len(names) == 1 else "columns"
         return f"{WORDS[self.shape]} in {columns} {any_of(names, 'and')}"
 
@@ -176,7 +174,7 @@ def conversation(record: Record, columns: Columns) -> Conversation:
     if columns.shape == "text":
         return Conversation(texts=("", _text(record, columns.answer)))
     if columns.shape == "instruction":
-        asked, given = _text(record, columns.prompt), _maybe_text(record, columns.input)
+        asked, given = _text(record, columns.prompt), _text(record, columns.input, optional=True)
         question = {"role": "user", "content": asked}
         if given:  # a template may write the two separately
             question["content"] = f"{asked}\n\n{given}"
@@ -189,7 +187,7 @@ def conversation(record: Record, columns: Columns) -> Conversation:
 def pair(record: Record, columns: Columns) -> tuple[Conversation, Conversation]:
     """Returns the chosen and the rejected answer of a record, each as a conversation that includes
     the prompt: that of its own column, or else what the two have in common at their beginning."""
-    names, given = (columns.answer, columns.rejected), record.get(columns.prompt)
+    names, given = (columns.answer, columns.rejected), _value(record, columns.prompt)
     if isinstance(given, str | None) and all(_is_text(record.get(name)) for name in names):
         texts = [_text(record, name) for name in names]
         _check_texts(record, columns)
@@ -242,7 +240,7 @@ def _no_prompt(columns: Columns, what: str) -> ChatError:
 def _check_texts(record: Record, columns: Columns) -> None:
     """Rejects texts with more than a prompt and an answer, since no template writes the rest."""
     rest = (columns.system, columns.input, columns.tools if _tools(record, columns) else "")
-    if found := [name for name in rest if name and record.get(name)]:
+    if found := [name for name in rest if _value(record, name)]:
         way_out = "make lists of turns of the texts"
         if columns.shape == "completion":
             way_out = 'set sft.shape = "instruction" to use the template'
@@ -259,7 +257,7 @@ def _completed(
     tools: tuple[Any, ...] | None,
 ) -> Conversation:
     prompt, answer = columns.prompt, columns.answer
-    given = record.get(prompt)
+    given = _value(record, prompt)
     if isinstance(given, str | None) and _is_text(record.get(answer)):
         _check_texts(record, columns)
         return Conversation(texts=(given or "", _text(record, answer)))
@@ -273,7 +271,7 @@ def _completed(
 
 def _asked(record: Record, prompt: str) -> list[dict[str, Any]]:
     """Returns the turns of a prompt; a text is what the user says."""
-    given = record.get(prompt)
+    given = _value(record, prompt)
     if isinstance(given, str) and not _is_talk(given):
         return [{"role": "user", "content": given}] if given else []
     return turns_in(record, prompt) if given else []
@@ -282,18 +280,14 @@ def _asked(record: Record, prompt: str) -> list[dict[str, Any]]:
 def _end_of(asked: Sequence[Message], turns: Sequence[Message]) -> int:
     """Returns where the prompt ends in turns that repeat it, perhaps after a system turn; 0 if they
     do not."""
-    size, (asked, turns) = len(asked), (_stripped(asked), _stripped(turns))
+
+    def stripped(turn: Message) -> Message:
+        content = turn.get("content")
+        return {**turn, "content": content.strip()} if isinstance(content, str) else turn
+
+    size, asked, turns = len(asked), [*map(stripped, asked)], [*map(stripped, turns)]
     ends = range(size, len(turns) + 1) if size else ()
     return next((end for end in ends if turns[end - size : end] == asked), 0)
-
-
-def _stripped(turns: Sequence[Message]) -> list[Message]:
-    return [
-        {**turn, "content": turn["content"].strip()}
-        if isinstance(turn.get("content"), str)
-        else turn
-        for turn in turns
-    ]
 
 
 def _continued(
@@ -371,12 +365,12 @@ def _check_parts(value: Any, number: int) -> None:
 
 
 def _system(record: Record, columns: Columns) -> list[dict[str, Any]]:
-    text = _maybe_text(record, columns.system)
+    text = _text(record, columns.system, optional=True)
     return [{"role": "system", "content": text}] if text else []
 
 
 def _tools(record: Record, columns: Columns) -> tuple[Any, ...] | None:
-    value = record.get(columns.tools) if columns.tools else None
+    value = _value(record, columns.tools)
     if value in (None, [], ()) or (isinstance(value, str) and value.strip() in NO_TOOLS):
         return None
     tools = tuple(listed(value))
@@ -408,18 +402,19 @@ def listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def _maybe_text(record: Record, column: str) -> str:
-    """Returns an optional text of a record, or an empty string."""
-    value = record.get(column) if column else None
-    if not isinstance(value, str | None):
-        raise ChatError(f"its column {column} is {type(value).__name__}; expected text")
-    return value or ""
+def _value(record: Record, column: str) -> Any:
+    """Returns what a record has in a column, of which there may be none. A CSV file may have a
+    column without a name, too."""
+    return record.get(column) if column else None
 
 
-def _text(record: Record, column: str) -> str:
-    value = record.get(column)
+def _text(record: Record, column: str, optional: bool = False) -> str:
+    """Returns a text of a record; an optional one may be empty or absent."""
+    value = _value(record, column)
+    if optional and value is None:
+        return ""
     if not isinstance(value, str):
         raise ChatError(f"its column {column} is {type(value).__name__}; expected text")
-    if not value.strip():
+    if not (optional or value.strip()):
         raise ChatError(f"its column {column} is empty")
     return value
