@@ -152,10 +152,14 @@ class BlockStream(Lane):
         return found
 
     def origins(self, numbers: Array, rows: Array) -> list[Origins]:
-        return [
-            _origins(window.documents, window.own_pieces(places), rows[mine])
-            for window, mine, places in self._find(numbers)
-        ]
+        found = []
+        for window, mine, places in self._find(numbers):
+            documents, pieces = window.documents, window.own_pieces(places)
+            which, length = pieces.document, pieces.stop - pieces.start
+            start = documents.offset[which] + pieces.start
+            source, number = documents.source[which], documents.number[which]
+            found.append(Origins(rows[mine][pieces.row], source, number, start, length))
+        return found
 
     def places(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
         """Returns the window that contains each block, and its place there."""
@@ -210,15 +214,17 @@ class BlockStream(Lane):
 
     def open(self, window: int) -> Window:
         if window not in self._opened:
-            rest = self.rest if window < self._lead else None
             shape = self.shape
-            if rest:
-                documents = rest.documents(shape.packing)
+            if self.rest and window < self._lead:
+                documents = self.rest.documents(shape.packing)
             else:
                 documents = self.windows.open(self.window_behind(window))
             laid_out = cut(documents.length, shape.seq_len, shape.packing, shape.last_block)
             self._counts.check(window, laid_out.num_blocks)
-            opened = Window(documents, laid_out, self._order(window, laid_out))
+            order = np.arange(laid_out.num_blocks)
+            if self.reading.shuffle and len(order):
+                order = permute(order, len(order), "blocks", self.reading.seed, self.key, window)
+            opened = Window(documents, laid_out, order)
             self._opened[window] = self._with_alike(window, opened)
             while len(self._opened) > OPEN_WINDOWS:
                 self._opened.popitem(last=False)
@@ -234,12 +240,6 @@ class BlockStream(Lane):
         windows, places = self.places(numbers)
         for window, mine in groups(windows):
             yield self.open(window), mine, places[mine]
-
-    def _order(self, window: int, laid_out: Cut) -> Array:
-        places = np.arange(laid_out.num_blocks)
-        if not self.reading.shuffle or not len(places):
-            return places
-        return permute(places, len(places), "blocks", self.reading.seed, self.key, window)
 
     def _with_alike(self, window: int, opened: Window) -> Window:
         """Groups blocks of similar length, if requested."""
@@ -322,14 +322,3 @@ def _fill(
         flat[place : place + size] = files[file].read(first, first + size, channel)
     for row, end in padded:
         into[row, end:] = padding
-
-
-def _origins(documents: Documents, pieces: Pieces, rows: Array) -> Origins:
-    which = pieces.document
-    return Origins(
-        rows[pieces.row],
-        documents.source[which],
-        documents.number[which],
-        documents.offset[which] + pieces.start,
-        pieces.stop - pieces.start,
-    )

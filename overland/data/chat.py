@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
 from itertools import islice
@@ -379,10 +379,6 @@ class ChatTemplate:
     @cached_property
     def _parts(self) -> re.Pattern[str]:
         return re.compile(f"({BEGIN}|{END}|{QUOTED}.|{self._names.pattern})", re.DOTALL)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what is derived from the fields."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 def any_name_of(specials: Iterable[str]) -> re.Pattern[str]:

@@ -53,7 +53,8 @@ def permute(indices: npt.ArrayLike, size: int, *key: object) -> npt.NDArray[np.i
     if size == 1:
         return places.astype(np.int64)
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    round_keys = _round_keys(key)
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * ROUNDS).digest()
+    round_keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     todo = np.ones(places.shape, dtype=bool)
     while todo.any():
         places[todo] = _feistel(places[todo], half_bits, round_keys)
@@ -91,11 +92,6 @@ def mix64(x: Indices) -> Indices:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _round_keys(key: tuple[object, ...]) -> Indices:
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * ROUNDS).digest()
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 class Counts:

@@ -224,13 +224,11 @@ class ShardMaker:
 
 def _size(record: Record) -> int:
     """Returns the approximate size of a document, in characters, tokens or bytes."""
-    if isinstance(record.document, Mapping):
-        return sum(map(_length, record.document.values()))
-    return _length(record.document)
-
-
-def _length(values: Any) -> int:
-    return int(getattr(values, "nbytes", len(values) if isinstance(values, Sized) else 1))
+    document = record.document
+    parts = document.values() if isinstance(document, Mapping) else [document]
+    return sum(
+        int(getattr(one, "nbytes", len(one) if isinstance(one, Sized) else 1)) for one in parts
+    )
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
@@ -345,9 +343,5 @@ def _remove_part(path: Path) -> None:
 
 
 def _part(path: Path, owner: dict[str, Any]) -> Path:
-    return path.with_name(f"{path.stem}.{_owner_name(owner)}.part")
-
-
-def _owner_name(owner: dict[str, Any]) -> str:
-    host = str(owner.get("host")).replace("/", "-")
-    return f"{host}.{owner.get('process')}.{owner.get('number')}"
+    on = str(owner.get("host")).replace("/", "-")
+    return path.with_name(f"{path.stem}.{on}.{owner.get('process')}.{owner.get('number')}.part")

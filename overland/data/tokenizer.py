@@ -184,7 +184,9 @@ class Tokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Returns each text's ids, with BOS and EOS as the policy says. Uses all cores, or only one
         with TOKENIZERS_PARALLELISM=false, which pools of processes set."""
-        return [self._framed(ids) for ids in self._encode_batch(list(texts))]
+        before, after = (np.asarray(ids, np.int32) for ids in (self._before, self._after))
+        encoded = self._encode_batch(list(texts))
+        return [np.concatenate((before, ids, after), dtype=np.int32) for ids in encoded]
 
     def encode_pieces(self, pieces: Sequence[str | int]) -> tuple[Ids, Spots, Spots]:
         """Returns the ids of text with special tokens in between, and where each token begins and
@@ -196,7 +198,8 @@ class Tokenizer:
         """Returns the text of the ids, without special tokens and ids beyond the vocabulary (which
         only pad an embedding). `after`: the preceding ids, which determine a space in between."""
         if not after:
-            return self._encoder.decode(self._ordinary(ids))
+            plain = [int(i) for i in ids if 0 <= i < self.vocab_size and i not in self._hidden]
+            return self._encoder.decode(plain)
         before = self.decode(after)
         return self.decode([*after, *ids]).removeprefix(before)
 
@@ -234,16 +237,6 @@ class Tokenizer:
             return self._encoder.encode_batch(texts)
         except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which JSON allows
             return self._encoder.encode_batch([_valid(text) for text in texts])
-
-    def _framed(self, ids: Ids) -> Ids:
-        start, stop = len(self._before), len(self._before) + len(ids)
-        framed = np.empty(stop + len(self._after), dtype=np.int32)
-        framed[:start], framed[start:stop], framed[stop:] = self._before, ids, self._after
-        return framed
-
-    def _ordinary(self, ids: Sequence[int]) -> list[int]:
-        plain = map(int, ids)
-        return [i for i in plain if 0 <= i < self.vocab_size and i not in self._hidden]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Sent as a path: the libraries' own state is large, or cannot be pickled.

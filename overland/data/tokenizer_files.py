@@ -228,12 +228,18 @@ def refuse_link_out(path: Path) -> None:
 
 
 def check_rules(rules: Mapping[str, Any], path: Path) -> None:
+    if why := _what_is_wrong(rules):
+        raise DataError(f"{path} cannot be used: its {why}")
+
+
+def _what_is_wrong(rules: Mapping[str, Any]) -> str:
+    """Returns why the rules of a tokenizer cannot be used, if they cannot."""
     for pattern in _patterns({name: one for name, one in rules.items() if name != "model"}):
         tree = _parsed(pattern)
         if _CALL.search(pattern) or (tree is not None and _is_endless(tree)):
-            raise DataError(
-                f"{path} cannot be used: its expression {pattern!r:.80} repeats what is repeated "
-                "already, and could take forever to match"
+            return (
+                f"expression {pattern!r:.80} repeats what is repeated already, and could take "
+                "forever to match"
             )
     for part in ("normalizer", "decoder"):
         try:
@@ -241,18 +247,13 @@ def check_rules(rules: Mapping[str, Any], path: Path) -> None:
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
             continue  # the library says what is wrong
         if grows > MOST_GROWTH:
-            raise DataError(
-                f"{path} cannot be used: its {part} makes a text up to {grows:,.0f} times as long, "
-                f"and {MOST_GROWTH:.0f} is the limit"
-            )
+            limit = f"{MOST_GROWTH:.0f} is the limit"
+            return f"{part} makes a text up to {grows:,.0f} times as long, and {limit}"
     if (copies := _copies(rules.get("post_processor"))) > 1:
-        raise DataError(
-            f"{path} cannot be used: its post_processor writes every text {copies:,} times"
-        )
+        return f"post_processor writes every text {copies:,} times"
     if (added := _num_added(rules.get("post_processor"))) > MOST_ADDED:
-        raise DataError(
-            f"{path} cannot be used: its post_processor adds {added:,} tokens to every text"
-        )
+        return f"post_processor adds {added:,} tokens to every text"
+    return ""
 
 
 @contextmanager
@@ -282,19 +283,17 @@ def _growth(rule: Any) -> float:
         return grows
     if kind == "Replace":
         content, pattern = len(rule["content"]), rule["pattern"]
-        shortest = len(pattern["String"]) if "String" in pattern else _shortest(pattern["Regex"])
+        if "String" in pattern:
+            shortest = len(pattern["String"])
+        else:  # 0 if that is not known
+            tree = _parsed(pattern["Regex"])
+            shortest = 0 if tree is None else int(tree.getwidth()[0])
         return max(1.0, content / shortest) if shortest else 1.0 + content
     if kind == "Prepend":
         return max(1.0, len(rule["prepend"]) / 16)  # once per text, which may be short
     if kind == "Precompiled":
         return max(1.0, float(_longest(rule["precompiled_charsmap"])))
     return 1.0
-
-
-def _shortest(pattern: str) -> int:
-    """Returns the length of the shortest match; 0 if that is not known."""
-    tree = _parsed(pattern)
-    return 0 if tree is None else int(tree.getwidth()[0])
 
 
 def _patterns(rules: Any, depth: int = 0) -> Iterator[str]:

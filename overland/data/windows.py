@@ -275,7 +275,8 @@ class SourceWindows:
             np.full(total, window // self.per_epoch),
         )
         if self.holdout:
-            all_ = all_[self._on_this_side(numbers)]
+            held_out = np.concatenate([shard.held_out(self.holdout) for shard in shards])
+            all_ = all_[np.flatnonzero(held_out == self.reading.held_out)]
             total = len(all_)
         kept = np.bincount(all_.file, minlength=len(numbers))
         tokens = np.bincount(all_.file, all_.length, minlength=len(numbers))
@@ -288,11 +289,6 @@ class SourceWindows:
         if not self.reading.shuffle or not total:
             return all_
         return all_[self._permute(np.arange(total), total, "documents", window)]
-
-    def _on_this_side(self, shards: Array) -> Array:
-        """Returns the documents of some shards on the side to read: held out, or not."""
-        held = [self.corpus.shard(one).held_out(self.holdout) for one in shards.tolist()]
-        return np.flatnonzero(np.concatenate(held) == self.reading.held_out)
 
     def _check_any(self) -> None:
         """Raises an error if all shards were read and none has a document on this side."""
