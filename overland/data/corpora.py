@@ -10,8 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,43 +66,144 @@ class Preparer:
     """The policy that the resumed run began with, as far as it is known: `kept_policy`."""
 
 
-def corpus_of(
-    wanted: WantedSource, tokenizer: Tokenizer | None, vocab_size: int | None, preparer: Preparer
-) -> AnyCorpus:
-    """Opens a corpus that is built, or one that is made while it is read."""
-    name = wanted.name
-    if wanted.is_made:
-        return _made(wanted, vocab_size, preparer)
-    if built := wanted.built:
-        wanted.refuse_choices(f"{built} is a built corpus, which")
-        corpus = open_built(built)
-        _check_made_by(corpus.layout, wanted)
-    elif (listed := preparer.once(wanted.open_images)) is not None:
-        if listed.num_bad:
-            preparer.report(f"note: {name}: {number_of(listed.num_bad, 'file')} skipped")
-        return ListedImages(name, listed)
-    else:
-        folder = _laid_out(wanted, tokenizer, vocab_size, preparer)
-        corpus = open_streamed(folder, wanted, tokenizer, preparer)
-    check_vocabulary(name, corpus.vocab_size, vocab_size)
-    return corpus
+@dataclass(frozen=True)
+class Opener:
+    """Opens the corpora of a run."""
 
+    config: JobConfig
+    tokenizer: Tokenizer | None
+    vocab_size: int | None
+    """That of the model, if it is known."""
+    preparer: Preparer
 
-def _made(wanted: WantedSource, vocab_size: int | None, preparer: Preparer) -> MadeRows:
-    """Returns random tokens, or generated images for a model that takes images."""
-    config, images = wanted.config, wanted.made_images()
-    if isinstance(images, RandomImages) and wanted.missing is not None:
-        used = "validated" if wanted.is_for_validation else "trained"
-        shape = " × ".join(map(str, images.shape))
-        preparer.report(
-            f"note: {wanted.missing} does not exist, so the model is {used} on {len(images):,} "
-            f"random images of {shape} ({wanted.table}.dataset_path; set "
-            'images.if_missing = "error" to stop instead)'
+    def open(self, wanted: WantedSource) -> AnyCorpus:
+        """Opens a corpus that is built, or one that is made while it is read."""
+        if wanted.is_made:
+            return self._made(wanted)
+        if built := wanted.built:
+            wanted.refuse_choices(f"{built} is a built corpus, which")
+            corpus = open_built(built)
+            _check_made_by(corpus.layout, wanted)
+        elif (listed := self.preparer.once(wanted.open_images)) is not None:
+            if listed.num_bad:
+                skipped = number_of(listed.num_bad, "file")
+                self.preparer.report(f"note: {wanted.name}: {skipped} skipped")
+            return ListedImages(wanted.name, listed)
+        else:
+            corpus = self.streamed(self._laid_out(wanted), wanted)
+        check_vocabulary(wanted.name, corpus.vocab_size, self.vocab_size)
+        return corpus
+
+    def streamed(self, folder: Path, wanted: WantedSource) -> Corpus:
+        """Opens a corpus that is laid out, and whose shards are made while it is read."""
+        data = self.config.data
+        processes = data.tokenise_processes
+        if processes is None:
+            processes = min(MAX_PROCESSES, (os.cpu_count() or 1) // 2)
+        if processes:  # shared by the sources of a node
+            processes = max(1, processes // max(len(data.sources), 1))
+        return Corpus(
+            folder,
+            wanted.open,
+            self.tokenizer,
+            processes=processes * self.preparer.tokenizes,
+            cache_bytes=int(data.cache_gb * 1e9),
         )
-    if images is not None:
-        return images
-    size = trained_size(config.data, None) if vocab_size is None else vocab_size
-    return RandomBlocks(size, config.debug.seed)
+
+    def reopen(self, name: str, fingerprint: str) -> Corpus | None:
+        """Returns the corpus with this fingerprint, which may have been laid out with another
+        policy for BOS or bad documents, or None. Every rank does this on its own, because some may
+        have failed to read the checkpoint that needs it."""
+        wanted = sources_of(self.config).get(name)
+        if wanted is None or wanted.is_made or wanted.built:
+            return None
+        found = find_corpus(streams_root(self.config), fingerprint)
+        tokenizers = _policies(self.config, self.tokenizer)
+        # Documents that were read are the same whether bad ones stop the run or are skipped.
+        policies = itertools.product(tokenizers, (False, True)) if found is None else ()
+        for tokenizer, skips in policies:
+            path = replace(self, tokenizer=tokenizer)._lay_out(wanted, wanted.open(), skips)
+            if path.name.endswith(fingerprint):
+                found = path
+                break
+        now = wanted.open()
+        if found is None or source_changes(found, now) or changed_settings(found, now):
+            return None
+        if is_of_another_tokenizer(found, self.config, self.tokenizer):
+            return None
+        made_by = read_layout(found).tokenizer
+        same = (one for one in tokenizers if one is not None and one.fingerprint == made_by)
+        return replace(self, tokenizer=next(same, None)).streamed(found, wanted)
+
+    def _made(self, wanted: WantedSource) -> MadeRows:
+        """Returns random tokens, or generated images for a model that takes images."""
+        images = wanted.made_images()
+        if isinstance(images, RandomImages) and wanted.missing is not None:
+            used = "validated" if wanted.is_for_validation else "trained"
+            shape = " × ".join(map(str, images.shape))
+            self.preparer.report(
+                f"note: {wanted.missing} does not exist, so the model is {used} on {len(images):,} "
+                f"random images of {shape} ({wanted.table}.dataset_path; set "
+                'images.if_missing = "error" to stop instead)'
+            )
+        if images is not None:
+            return images
+        size = self.vocab_size
+        size = trained_size(self.config.data, None) if size is None else size
+        return RandomBlocks(size, self.config.debug.seed)
+
+    def _laid_out(self, wanted: WantedSource) -> Path:
+        """Returns the folder of a corpus that is made while it is read, on every rank."""
+        data, name, preparer = self.config.data, wanted.name, self.preparer
+        root, shared = streams_root(self.config), Path(data.folder).expanduser()
+
+        def prepare() -> str:
+            source = wanted.open()
+            for note in source.notes:
+                preparer.report(f"note: {name}: {note}")
+            folder = self._lay_out(wanted, source, data.bad_documents == "skip", preparer.report)
+            return folder.name.rpartition("-")[2]
+
+        def built() -> str:
+            """Returns the folder of the corpus where `overland data build` has completed it: a run
+            with a data.cache_folder would tokenize it again."""
+            found = find_corpus(shared, fingerprint)
+            return str(found) if found is not None and Corpus(found).is_complete else ""
+
+        fingerprint = preparer.once(prepare)
+        if preparer.tokenizes and find_corpus(root, fingerprint) is None:
+            prepare()  # this node has a folder of its own
+        folder = _wait_for(root, fingerprint, name)
+        if shared != root and (path := preparer.once(built)):
+            preparer.report(f"{name} is read from {path}, where it is built, not data.cache_folder")
+            return Path(path)
+        if not (folder / "shards").exists():
+            is_text = read_layout(folder).tokenizer is not None
+            how = "tokenized" if is_text else "converted to shards"
+            preparer.report(f"{name} is {how} ahead of training, in {folder}")
+        return folder
+
+    def _lay_out(
+        self,
+        wanted: WantedSource,
+        source: Source,
+        skip_bad: bool,
+        report: Callable[[str], None] = lambda message: None,
+    ) -> Path:
+        config = self.config
+        if self.tokenizer is None and source.kind == "text":  # perhaps the model takes arrays
+            require_fields(wanted.name, None, taken_by_model(config), model_name(config))
+        with named_by_keys():
+            return lay_out(
+                wanted.name,
+                source,
+                self.tokenizer,
+                streams_root(config),
+                shard_documents=shard_documents(config.data),
+                skip_bad=skip_bad,
+                vocab_size=self.vocab_size,
+                report=report,
+            )
 
 
 def _check_made_by(layout: CorpusLayout, wanted: WantedSource) -> None:
@@ -133,48 +233,6 @@ def built_corpora(config: JobConfig) -> dict[str, AnyCorpus]:
         for name, wanted in sources_of(config).items()
         if (folder := wanted.built)
     }
-
-
-def open_streamed(
-    folder: Path, wanted: WantedSource, tokenizer: Tokenizer | None, preparer: Preparer
-) -> Corpus:
-    """Opens a corpus that is laid out, and whose shards are made while it is read."""
-    cache_bytes = int(wanted.config.data.cache_gb * 1e9)
-    processes = _processes(wanted.config) * preparer.tokenizes
-    return Corpus(folder, wanted.open, tokenizer, processes=processes, cache_bytes=cache_bytes)
-
-
-def reopen_planned(
-    config: JobConfig,
-    tokenizer: Tokenizer | None,
-    vocab_size: int | None,
-    preparer: Preparer,
-    name: str,
-    fingerprint: str,
-) -> Corpus | None:
-    """Returns the corpus with this fingerprint, which may have been laid out with another policy
-    for BOS or bad documents, or None. Every rank does this on its own, because some may have failed
-    to read the checkpoint that needs it."""
-    wanted = sources_of(config).get(name)
-    if wanted is None or wanted.is_made or wanted.built:
-        return None
-    found = find_corpus(streams_root(config), fingerprint)
-    tokenizers = _policies(config, tokenizer)
-    # Documents that were read are the same whether bad ones stop the run or are skipped.
-    policies = itertools.product(tokenizers, (False, True)) if found is None else ()
-    for one, skips in policies:
-        path = laid_out_by(wanted, wanted.open(), one, vocab_size, skips)
-        if path.name.endswith(fingerprint):
-            found = path
-            break
-    now = wanted.open()
-    if found is None or source_changes(found, now) or changed_settings(found, now):
-        return None
-    if is_of_another_tokenizer(found, config, tokenizer):
-        return None
-    made_by = read_layout(found).tokenizer
-    same = (one for one in tokenizers if one is not None and one.fingerprint == made_by)
-    return open_streamed(found, wanted, next(same, None), preparer)
 
 
 def find_corpus(root: Path, fingerprint: str) -> Path | None:
@@ -216,31 +274,6 @@ def is_of_another_tokenizer(folder: Path, config: JobConfig, tokenizer: Tokenize
     return made_by is not None and made_by not in ours
 
 
-def laid_out_by(
-    wanted: WantedSource,
-    source: Source,
-    tokenizer: Tokenizer | None,
-    vocab_size: int | None,
-    skip_bad: bool,
-    report: Callable[[str], None] = lambda message: None,
-) -> Path:
-    """Lays out a corpus with the settings of the config."""
-    config = wanted.config
-    if tokenizer is None and source.kind == "text":  # perhaps for a model that takes arrays
-        require_fields(wanted.name, None, taken_by_model(config), model_name(config))
-    with named_by_keys():
-        return lay_out(
-            wanted.name,
-            source,
-            tokenizer,
-            streams_root(config),
-            shard_documents=shard_documents(config.data),
-            skip_bad=skip_bad,
-            vocab_size=vocab_size,
-            report=report,
-        )
-
-
 def shard_documents(data: Settings) -> int:
     """Returns the number of documents to put into a shard."""
     return max(1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW))
@@ -265,49 +298,6 @@ def trained_size(data: Settings, vocab_size: int | None) -> int:
     if data.vocab_size is not None:
         return data.vocab_size
     return TOKENIZER_SIZE if vocab_size is None else min(TOKENIZER_SIZE, vocab_size)
-
-
-def _laid_out(
-    wanted: WantedSource, tokenizer: Tokenizer | None, vocab_size: int | None, preparer: Preparer
-) -> Path:
-    """Returns the folder of a corpus that is made while it is read, on every rank."""
-    config, name = wanted.config, wanted.name
-    root, skips = streams_root(config), config.data.bad_documents == "skip"
-
-    def prepare() -> str:
-        source = wanted.open()
-        for note in source.notes:
-            preparer.report(f"note: {name}: {note}")
-        folder = laid_out_by(wanted, source, tokenizer, vocab_size, skips, preparer.report)
-        return folder.name.rpartition("-")[2]
-
-    fingerprint = preparer.once(prepare)
-    if preparer.tokenizes and find_corpus(root, fingerprint) is None:
-        prepare()  # this node has a folder of its own
-    folder = _wait_for(root, fingerprint, name)
-    shared = Path(config.data.folder).expanduser()
-    if shared != root and (built := preparer.once(partial(_complete_in, shared, fingerprint))):
-        folder = Path(built)
-        preparer.report(f"{name} is read from {folder}, where it is built, not data.cache_folder")
-    elif not (folder / "shards").exists():
-        how = "tokenized" if read_layout(folder).tokenizer is not None else "converted to shards"
-        preparer.report(f"{name} is {how} ahead of training, in {folder}")
-    return folder
-
-
-def _complete_in(root: Path, fingerprint: str) -> str:
-    """Returns the folder of a corpus that `overland data build` has completed there, or nothing. A
-    run with a data.cache_folder would tokenize it again."""
-    found = find_corpus(root, fingerprint)
-    return str(found) if found is not None and Corpus(found).is_complete else ""
-
-
-def _processes(config: JobConfig) -> int:
-    """Returns the number of background processes for one source on a node."""
-    processes = config.data.tokenise_processes
-    if processes is None:
-        processes = min(MAX_PROCESSES, (os.cpu_count() or 1) // 2)
-    return max(1, processes // max(len(config.data.sources), 1)) if processes else 0
 
 
 def _policies(config: JobConfig, tokenizer: Tokenizer | None) -> list[Tokenizer | None]:

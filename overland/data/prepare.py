@@ -13,13 +13,11 @@ from overland.config.schema import Data as Settings
 from overland.config.schema import JobConfig
 from overland.data.corpora import (
     ANOTHER_TOKENIZER,
+    Opener,
     Preparer,
     built_corpora,
     changed_source,
-    corpus_of,
     find_corpus,
-    open_streamed,
-    reopen_planned,
 )
 from overland.data.corpus import Corpus
 from overland.data.holdout import check_held_out, share_of, without_held_out
@@ -136,9 +134,8 @@ def training_data(
     wanted = sources_of(config)
     tokenizer = tokenizer_for(config, wanted, vocab_size, preparer)
     reading = Reading(seed, True, data.window_documents, memory, writes)
-    corpora = {
-        name: corpus_of(one, tokenizer, vocab_size, preparer) for name, one in wanted.items()
-    }
+    opener = Opener(config, tokenizer, vocab_size, preparer)
+    corpora = {name: opener.open(one) for name, one in wanted.items()}
     tokenizer = one_tokenizer(tokenizer, corpora, asked_policy(config))
     if tokenizer is not None and tokenizer.bos_id is not None and tokenizer.bos_because:
         how = "with" if tokenizer.add_bos else "without"
@@ -176,8 +173,7 @@ def training_data(
     plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
     name = training.dataset if len(wanted) == 1 else "mixture"
     rows = Sampler(plan, corpora, reading)
-    reopen = partial(reopen_planned, config, tokenizer, vocab_size, preparer)
-    return Dataset(name, rows, tokenizer, reopen)
+    return Dataset(name, rows, tokenizer, opener.reopen)
 
 
 def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
@@ -189,20 +185,15 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
     tokenizer = tokenizer_of(run, config.data) if (run / TOKENIZER).is_dir() else None
     wanted = sources_of(config)
     corpora: dict[str, AnyCorpus] = {}
-    reader = Preparer(tokenizes=False)
+    reader = Opener(config, tokenizer, vocab_size, Preparer(tokenizes=False))
     for name in plan.sources:
         folder, source = Path(folders.get(name, "")), wanted.get(name)
         if name in folders and is_corpus(folder):
             # A source that is no longer in the config can be read as far as its shards exist.
-            corpora[name] = (
-                Corpus(folder)
-                if source is None
-                else open_streamed(folder, source, tokenizer, reader)
-            )
+            corpora[name] = Corpus(folder) if source is None else reader.streamed(folder, source)
         elif source is not None:
-            corpora[name] = corpus_of(source, tokenizer, vocab_size, Preparer())
-    reopen = partial(reopen_planned, config, tokenizer, vocab_size, reader)
-    corpora = _as_planned(plan, corpora, reopen)
+            corpora[name] = replace(reader, preparer=Preparer()).open(source)
+    corpora = _as_planned(plan, corpora, reader.reopen)
     reading = Reading(plan.seed, True, plan.window_documents, run / "data")
     rows = Sampler(plan, corpora, reading)
     return Dataset(config.training.dataset, rows, tokenizer)
@@ -232,19 +223,19 @@ def validation_data(
     # Held-out documents are read a shard at a time, because a whole window is tokenized to find a
     # few of them. Notes were already reported for the training data.
     quiet = replace(preparer, report=lambda message: None)
+    opener = Opener(config, tokenizer, vocab_size, quiet)
     trained = {
-        name: corpus_of(one, tokenizer, vocab_size, quiet)
-        for name, one in (sources_of(config).items() if on_holdout else ())
+        name: opener.open(one) for name, one in (sources_of(config).items() if on_holdout else ())
     }
+    opener = replace(opener, preparer=preparer)
     share, empty = _share_held_out(config.data, trained, quiet)
     for name in _of_documents(trained):
         if name not in empty:
             held = replace(segment, weights={name: 1.0})
             datasets.append(_held_out_set(name, trained[name], held, tokenizer, config, share))
     for name, one in held_out_sources(config).items():
-        corpus = corpus_of(one, tokenizer, vocab_size, preparer)
         held = replace(segment, weights={name: 1.0})
-        datasets.append(_held_out_set(name, corpus, held, tokenizer, config))
+        datasets.append(_held_out_set(name, opener.open(one), held, tokenizer, config))
     return datasets
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from overland.data.arrays import Arrays
 from overland.data.corpora import (
+    Opener,
     Preparer,
     check_vocabulary,
-    corpus_of,
     named_by_keys,
     shard_documents,
 )
@@ -66,10 +66,10 @@ def look_at(
     vocab_size: int | None,
     preparer: Preparer,
 ) -> AnyCorpus | Beginning:
-    """Does what `corpus_of` does, except that a streamed source is not laid out."""
+    """Does what `Opener.open` does, except that a streamed source is not laid out."""
     config, name = wanted.config, wanted.name
     if wanted.is_made or wanted.built:
-        return corpus_of(wanted, None, vocab_size, preparer)
+        return Opener(config, None, vocab_size, preparer).open(wanted)
     source = wanted.open()
     if isinstance(source, ArrayList):
         batch = max(config.training.global_batch_size, config.training.local_batch_size)
