@@ -214,41 +214,18 @@ def lay_out(
     changed since, judging by sizes and times. Two processes may call this at the same time.
     """
     policy, chunks = policy_of(name, source, tokenizer, skip_bad, vocab_size), list(source.chunks())
-    request = _request(name, source, policy, shard_documents, chunks)
-    found = _find(name, source, root, request, report)
-    if found is not None:
-        return found
-    layout, lines = _describe(name, source, policy, shard_documents, root, request, chunks)
-    made_by = _tokenizer_of(source, tokenizer)
-    _write(layout, lines, made_by.files() if made_by is not None else {})
-    return layout.folder
-
-
-def _request(
-    name: str, source: Source, policy: dict[str, Any], shard_documents: int, chunks: list[str]
-) -> str:
-    """Returns a fingerprint of what is requested, without the content of the files."""
     about = [FORMAT, CONTENT, shard_documents, SHARD_BYTES, policy]
     described = [source.class_name, source.format, source.column, source.dtype]
     described.append(source.identity(name))
-    return digest_of([about, described, _digest(chunks)])
-
-
-def _describe(
-    name: str,
-    source: Source,
-    policy: dict[str, Any],
-    shard_documents: int,
-    root: Path,
-    request: str,
-    chunks: list[str],
-) -> tuple[CorpusLayout, Iterator[bytes]]:
-    """Returns the layout, and the lines that describe its chunks."""
+    request = digest_of([about, described, _digest(chunks)])
+    found = _find(name, source, root, request, report)
+    if found is not None:
+        return found
     if not chunks:
         raise DataError(f"{source.place} is empty: it lists no chunks")
-    marks = source.marks()
-    arrays = Arrays.declared(name, policy["fields"]) if "fields" in policy else None
-    weights = weigh(source, chunks, marks, arrays.num_bytes if arrays is not None else 0)
+    marks, fields = source.marks(), policy.get("fields")
+    sample_bytes = Arrays.declared(name, fields).num_bytes if fields is not None else 0
+    weights = weigh(source, chunks, marks, sample_bytes)
     groups = group(chunks, weights, shard_documents)
     content = source.fingerprint(marks) if marks else ""
     fingerprint = digest_of([request, content, [len(group) for group in groups]])[:16]
@@ -263,7 +240,10 @@ def _describe(
         folder=root / f"{name.replace('/', '-')}-{fingerprint}",
         column=source.column,
     )
-    return layout, _lines(source, groups, marks)
+    made_by = _tokenizer_of(source, tokenizer)
+    files = made_by.files() if made_by is not None else {}
+    _write(layout, _lines(source, groups, marks), files)
+    return layout.folder
 
 
 def policy_of(

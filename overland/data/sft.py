@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,8 @@ def conversations_of(
     wanted = None if config.sft.shape == "auto" else config.sft.shape
     assert wanted != "off"
     pairs = config.preference.loss != "off"
-    records = _first_records(source)
+    records: Any = list(islice(chain.from_iterable(map(source.read, source.chunks())), LOOKED_AT))
+    source.num_bad = 0
     shape = recognize(where, records, wanted, column, pairs)
     writer = writer_for(config, seq_len)
     if writer.template is None and shape.shape in ("messages", "sharegpt", "instruction"):
@@ -341,13 +342,3 @@ def _day(text: str | None) -> date | None:
         return None if text is None else date.fromisoformat(text)
     except ValueError:
         raise DataError(f"sft.date = {text!r}: expected a date, such as 2026-07-01") from None
-
-
-def _first_records(source: FileSource) -> list[Record]:
-    found: list[Any] = []
-    for chunk in source.chunks():
-        found += islice(source.read(chunk), LOOKED_AT - len(found))
-        if len(found) >= LOOKED_AT:
-            break
-    source.num_bad = 0
-    return found
