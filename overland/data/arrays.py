@@ -118,9 +118,8 @@ class Arrays:
             parts.append(np.ascontiguousarray(values, field.dtype).reshape(-1).view(np.uint8))
         return np.concatenate(parts)
 
-    def decode(self, record: Values, sample: int, epoch: int) -> dict[str, Values]:
-        """Returns the arrays of a record. `sample` and `epoch` are there for transforms that differ
-        between epochs; there are none so far."""
+    def decode(self, record: Values) -> dict[str, Values]:
+        """Returns the arrays of a record."""
         arrays, at = {}, 0
         for name, field in self.fields.items():
             data = record[at : at + field.num_bytes]

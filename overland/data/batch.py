@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from overland.config.schema import Images
-from overland.data.lanes import Rows
+from overland.data.lanes import Rows, Samples
 from overland.data.order import mix64
-from overland.data.sampler import Sampler, Samples
+from overland.data.sampler import Sampler
 from overland.data.shard import ANSWERS, CHOSEN, REJECTED
 from overland.data.sources.image_files import WANTED
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.arrays import Arrays
-from overland.data.lanes import Lane, Origins, Rows
+from overland.data.lanes import Lane, Origins, Rows, Samples
 from overland.data.order import group_alike, groups, permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
 from overland.data.plan import REST_RULES
@@ -127,23 +126,15 @@ class BlockStream(Lane):
             pieces = window.pieces(places)
             _copy(window.documents, pieces, rows[mine], into, self.shape.pad_id)
 
-    def read_samples(
-        self, numbers: Array, rows: Array, arrays: Arrays, into: Mapping[str, npt.NDArray[Any]]
-    ) -> tuple[Array, Array]:
-        sample, epoch = np.zeros((2, len(numbers)), np.int64)
+    def read_samples(self, numbers: Array, rows: Array, into: Samples) -> None:
         for window, mine, places in self._find(numbers):
-            documents, which = window.documents, window.pieces(places).document
-            sample[mine], epoch[mine] = documents.numbers(which)
-            for i, file, start in zip(
-                mine.tolist(),
-                documents.file[which].tolist(),
-                documents.start[which].tolist(),
-                strict=True,
-            ):
+            documents, which, here = window.documents, window.pieces(places).document, rows[mine]
+            into.sample[here], into.epoch[here] = documents.numbers(which)
+            columns = (here, documents.file[which], documents.start[which])
+            for row, file, start in zip(*(column.tolist() for column in columns), strict=True):
                 record = documents.files[file].document(start)
-                for name, values in arrays.decode(record, int(sample[i]), int(epoch[i])).items():
-                    into[name][rows[i]] = values
-        return sample, epoch
+                for name, values in into.declared.decode(record).items():
+                    into.arrays[name][row] = values
 
     def lengths(self, numbers: Array) -> Array:
         found = np.zeros(len(numbers), np.int64)

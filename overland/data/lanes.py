@@ -63,6 +63,21 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Samples of arrays, which several lanes fill; see `Rows` for the numbers."""
+
+    declared: Arrays
+    arrays: Mapping[str, npt.NDArray[Any]]
+    """A row for each sample, by name."""
+    sample: Array
+    epoch: Array
+
+    @classmethod
+    def empty(cls, rows: int, declared: Arrays) -> Samples:
+        return cls(declared, declared.empty(rows), *np.zeros((2, rows), np.int64))
+
+
+@dataclass(frozen=True)
 class Origins:
     """The origins of rows, piece by piece. Each token counts where the model reads it, so the last
     token of a row, which is only predicted, counts there only if no other row repeats it."""
@@ -87,10 +102,8 @@ class Lane:
         """Fills `rows` of `into` with blocks."""
         raise NotImplementedError
 
-    def read_samples(
-        self, numbers: Array, rows: Array, arrays: Arrays, into: Mapping[str, npt.NDArray[Any]]
-    ) -> tuple[Array, Array]:
-        """Fills `rows` of `into` with samples; returns the number and the epoch of each."""
+    def read_samples(self, numbers: Array, rows: Array, into: Samples) -> None:
+        """Fills `rows` of `into` with samples."""
         raise NotImplementedError
 
     def lengths(self, numbers: Array) -> Array:
@@ -260,19 +273,16 @@ class ImageStream(Lane):
     reading: Reading
     max_epochs: int | None = None
 
-    def read_samples(
-        self, numbers: Array, rows: Array, arrays: Arrays, into: Mapping[str, npt.NDArray[Any]]
-    ) -> tuple[Array, Array]:
-        which, epoch = self.places(numbers)
-        fields = {name: into[name] for name in arrays.fields}
-        (values,) = fields.values()
+    def read_samples(self, numbers: Array, rows: Array, into: Samples) -> None:
+        which, into.epoch[rows] = self.places(numbers)
+        into.sample[rows] = (self.source << 56) + which
+        (values,) = into.arrays.values()
         jobs = [
             _readers(os.getpid()).submit(self.images.fill, number, values[row])
             for number, row in zip(which.tolist(), rows.tolist(), strict=True)
         ]
         for job in jobs:
             job.result()
-        return (self.source << 56) + which, epoch
 
     def origins(self, numbers: Array, rows: Array) -> list[Origins]:
         which, _ = self.places(numbers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from overland.data.arrays import Arrays
 from overland.data.blocks import BlockStream, Rest, Shape
 from overland.data.corpus import Corpus
-from overland.data.lanes import Gone, Lane, MadeRows, Origins, Rows
+from overland.data.lanes import Gone, Lane, MadeRows, Origins, Rows, Samples
 from overland.data.order import Mixture, groups
 from overland.data.plan import LENGTH_STEP, Plan, Segment
 from overland.data.windows import MixedWindows, Reading, SourceWindows
@@ -27,15 +27,6 @@ from overland.errors import DataError
 Array = npt.NDArray[np.int64]
 AnyCorpus: TypeAlias = Corpus | MadeRows
 Corpora: TypeAlias = Mapping[str, AnyCorpus]
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Arrays by name, with a row for each sample; see `Rows` for the numbers."""
-
-    arrays: Mapping[str, npt.NDArray[Any]]
-    sample: Array
-    epoch: Array
 
 
 @dataclass(frozen=True)
@@ -119,12 +110,10 @@ class Sampler:
         assert self.arrays is not None
         self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
-        into = self.arrays.empty(len(whose))
-        sample, epoch = np.zeros((2, len(whose)), np.int64)
+        samples = Samples.empty(len(whose), self.arrays)
         for number, mine in groups(whose):
-            lane = lanes.lanes[number]
-            sample[mine], epoch[mine] = lane.read_samples(places[mine], mine, self.arrays, into)
-        return Samples(into, sample, epoch)
+            lanes.lanes[number].read_samples(places[mine], mine, samples)
+        return samples
 
     def num_batches(self, epochs: float = 1.0, drop: bool = False) -> int:
         """Counts the batches in this many epochs of the only source. The last one may be

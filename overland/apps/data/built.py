@@ -51,7 +51,7 @@ class BuiltCorpus(FileSource):
     def _document(self, shard: Shard, number: int) -> Document:
         document = shard.document(number)
         if self.layout.arrays is not None:
-            return self.layout.arrays.decode(document, number, epoch=0)
+            return self.layout.arrays.decode(document)
         tokens = document.astype(np.int64)
         if not shard.channels:
             return tokens
