@@ -219,7 +219,6 @@ def validation_data(
     tokenizer = tokenizer_for(config, sources_of(config), vocab_size, preparer)
     if tokenizer is None:
         tokenizer = one_tokenizer(None, built_corpora(config))
-    datasets = []
     # Held-out documents are read a shard at a time, because a whole window is tokenized to find a
     # few of them. Notes were already reported for the training data.
     quiet = replace(preparer, report=lambda message: None)
@@ -227,15 +226,15 @@ def validation_data(
     trained = {
         name: opener.open(one) for name, one in (sources_of(config).items() if on_holdout else ())
     }
-    opener = replace(opener, preparer=preparer)
     share, empty = _share_held_out(config.data, trained, quiet)
-    for name in _of_documents(trained):
-        if name not in empty:
-            held = replace(segment, weights={name: 1.0})
-            datasets.append(_held_out_set(name, trained[name], held, tokenizer, config, share))
+    datasets = [
+        _held_out_set(name, corpus, segment, tokenizer, config, share)
+        for name, corpus in _of_documents(trained).items()
+        if name not in empty
+    ]
+    opener = replace(opener, preparer=preparer)
     for name, one in held_out_sources(config).items():
-        held = replace(segment, weights={name: 1.0})
-        datasets.append(_held_out_set(name, opener.open(one), held, tokenizer, config))
+        datasets.append(_held_out_set(name, opener.open(one), segment, tokenizer, config))
     return datasets
 
 
@@ -252,7 +251,7 @@ def _held_out_set(
     window_documents = config.data.window_documents
     if share:
         window_documents = min(window_documents, SHARD_DOCUMENTS)
-    own = replace(segment, pad_id=_pad_id({name: corpus}))
+    own = replace(segment, weights={name: 1.0}, pad_id=_pad_id({name: corpus}))
     plan = Plan(
         config.debug.seed,
         window_documents,
