@@ -55,18 +55,14 @@ def open_tokenizer(
         return tokenizer_for_chats(config)
     asked = asked_policy(config)
     built, folder = preparer.once(partial(_built_policy, wanted))
-    known = (asked.add_eos, preparer.policy.add_eos, built.add_eos)
-    add_eos = next((one for one in known if one is not None), True)
-    tokenizer = Tokenizer(path, add_bos=asked.add_bos, add_eos=add_eos)
-    if asked.add_bos is not None or tokenizer.bos_id is None:
-        return tokenizer
-    kept, because = preparer.policy.add_bos, "as this run began"
-    if kept is None:
-        kept, because = built.add_bos, f"as {folder} was built"
-    if kept is None:
-        return tokenizer
-    tokenizer = tokenizer.with_bos(kept)
-    tokenizer.bos_because = because
+    known = {"as this run began": preparer.policy, f"as {folder} was built": built}
+    ends = (one.add_eos for one in (asked, *known.values()) if one.add_eos is not None)
+    tokenizer = Tokenizer(path, add_bos=asked.add_bos, add_eos=next(ends, True))
+    begins = ((why, one.add_bos) for why, one in known.items() if one.add_bos is not None)
+    because, add_bos = next(begins, ("", None))
+    if asked.add_bos is None and add_bos is not None and tokenizer.bos_id is not None:
+        tokenizer = tokenizer.with_bos(add_bos)
+        tokenizer.bos_because = because
     return tokenizer
 
 
@@ -91,22 +87,25 @@ def one_tokenizer(
         for name, corpus in corpora.items()
         if isinstance(corpus, Corpus) and corpus.layout.tokenizer is not None
     }
-    first = next(iter(made_by), None)
+    if not made_by:
+        return None
+    first = next(iter(made_by))
+    expected, fingerprint = f"that of {first}", made_by[first].tokenizer
+    if given is not None:
+        expected, fingerprint = whose, given.fingerprint
     for name, layout in made_by.items():
         _check_policy(name, layout, asked)
-        other = given.fingerprint if given is not None else made_by[first or name].tokenizer
-        if layout.tokenizer != other:
-            expected = whose if given is not None else f"that of {first}"
+        if layout.tokenizer != fingerprint:
             if given is not None and layout.add_eos != given.add_eos:
                 _refuse_other_kind(name, is_chat=layout.made_by is not None)
             raise DataError(
                 f"{name} was made with another tokenizer than {expected}, or with another BOS and "
                 f"EOS policy ({_words(layout)}): build it again with the same one"
             )
-    if given is None and first is not None and (path := made_by[first].tokenizer_path):
-        layout = made_by[first]
-        return Tokenizer(path, add_bos=layout.add_bos, add_eos=layout.add_eos)
-    return given if made_by else None
+    layout = made_by[first]
+    if given is None and layout.tokenizer_path is not None:
+        return Tokenizer(layout.tokenizer_path, add_bos=layout.add_bos, add_eos=layout.add_eos)
+    return given
 
 
 def _refuse_other_kind(name: str, is_chat: bool) -> None:
