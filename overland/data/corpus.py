@@ -11,14 +11,14 @@ import contextlib
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from overland.data.layout import CorpusLayout, read_layout
-from overland.data.shard import Shard, open_shard
+from overland.data.shard import Shard, ShardInfo, open_shard
 from overland.data.shard_maker import Claims, ShardMaker, sweep
 from overland.data.sources.source import Kind, Source
 from overland.data.tokenizer import Tokenizer
@@ -78,9 +78,8 @@ class Corpus:
         self.workers: Workers | None = None
         """The background processes of this rank, once they are needed."""
         self._opened: OrderedDict[int, Shard] = OrderedDict()
-        self._bad: dict[int, int] = {}
-        self._counts: dict[int, Mapping[str, int]] = {}
-        self._empty: set[int] = set()
+        self._unusual: dict[int, ShardInfo] = {}
+        """The shards opened so far that are empty, or from which documents were left out."""
         self._expected: list[int] = []
         self._is_closed = False
         self._lock, self._making = threading.RLock(), threading.Lock()
@@ -93,15 +92,15 @@ class Corpus:
     @property
     def num_bad(self) -> int:
         """The number of documents skipped in the shards opened so far."""
-        return sum(self._bad.values())
+        return sum(one.num_bad for one in self._unusual.values())
 
     @property
     def counts(self) -> Counter[str]:
         """How many documents were left out or truncated in the shards opened so far, by what was
         done."""
         total: Counter[str] = Counter()
-        for one in self._counts.values():
-            total.update(one)
+        for one in self._unusual.values():
+            total.update(one.counts)
         return total
 
     def sizes(self) -> npt.NDArray[np.int64] | None:
@@ -133,7 +132,7 @@ class Corpus:
             self._opened[number] = shard
             if len(self._opened) > OPEN_SHARDS:
                 self._opened.popitem(last=False)
-            self._count(number, shard)
+            self._count(number, shard.info)
         return shard
 
     def expect(self, numbers: Sequence[int]) -> None:
@@ -230,21 +229,17 @@ class Corpus:
         assert self.open_source is not None
         return self.open_source(), self.tokenizer if self.kind == "text" else None
 
-    def _count(self, number: int, shard: Shard) -> None:
-        if not shard.info.num_documents:
-            self._empty.add(number)
-            if len(self._empty) == self.num_shards:
-                self._counts[number] = shard.info.counts
-                skipped = counted_words(self.counts)
-                bad = sum(self._bad.values()) + shard.info.num_bad
-                skipped += [f"{bad:,} empty or bad"] if bad else []
-                raise DataError(
-                    ", ".join([f"{self.layout.source} is empty: it holds no documents", *skipped])
-                )
-        if shard.info.num_bad:
-            self._bad[number] = shard.info.num_bad
-        if shard.info.counts:
-            self._counts[number] = shard.info.counts
+    def _count(self, number: int, info: ShardInfo) -> None:
+        if info.num_documents and not info.num_bad and not info.counts:
+            return
+        self._unusual[number] = info
+        found = self._unusual.values()
+        if len(found) == self.num_shards and not any(one.num_documents for one in found):
+            skipped = counted_words(self.counts)
+            skipped += [f"{self.num_bad:,} empty or bad"] if self.num_bad else []
+            raise DataError(
+                ", ".join([f"{self.layout.source} is empty: it holds no documents", *skipped])
+            )
 
 
 class DamagedSizes(DataError):
