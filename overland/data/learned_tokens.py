@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -87,19 +87,19 @@ class Writer:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     """None: only plain texts can be written."""
-    tool_template: ChatTemplate | None = None
+    tool_template: ChatTemplate | None
     """The template for conversations with tools, if the tokenizer has a separate one."""
-    learn: Learn = "assistant"
-    seq_len: int | None = None
-    too_long: TooLong = "error"
-    parse_specials: bool | None = None
+    learn: Learn
+    seq_len: int
+    too_long: TooLong
+    parse_specials: bool | None
     """Whether the names of special tokens in plain texts stand for the tokens; None: a text with
     such a name is an error."""
-    skip_unlearned: bool = False
-    add_bos: bool = False
-    add_eos: bool = True
+    skip_unlearned: bool
+    add_bos: bool
+    add_eos: bool
     """Whether plain texts begin with BOS and end with EOS; a template writes its own."""
-    length_key: str = "training.seq_len"
+    length_key: str
     """The config key of the sequence length."""
 
     @property
@@ -111,7 +111,7 @@ class Writer:
         """Converts a record to a sample."""
         told = conversation(record, columns)
         ids, weights, quoted = self.encoded(told)
-        what, longest = "", len(ids) if self.seq_len is None else self.seq_len + 1
+        what, longest = "", self.seq_len + 1
         if len(ids) > longest:
             what = self._about_length(len(ids))
         if what == "truncated":
@@ -200,7 +200,7 @@ class Writer:
         if self.too_long == "error":
             raise Undecided(
                 f"it has {length:,} tokens, but {self.length_key} = {self.seq_len} has room for "
-                f"{(self.seq_len or 0) + 1:,}: raise it, or set sft.too_long to truncate, drop or "
+                f"{self.seq_len + 1:,}: raise it, or set sft.too_long to truncate, drop or "
                 "split"
             )
         if self.too_long == "drop":
@@ -236,7 +236,7 @@ def in_words(changes: Changes) -> list[str]:
 class PairWriter(Writer):
     """Converts pairs to samples. Each answer gets half of a row."""
 
-    settings: Preference = field(default_factory=Preference)
+    settings: Preference
 
     @property
     def channels(self) -> dict[str, str]:
@@ -249,8 +249,9 @@ class PairWriter(Writer):
         for (ids, weights), which in zip(both, ("chosen", "rejected"), strict=True):
             if not weights[1:].any():
                 raise Undecided(f"the {which} answer has no tokens: {self.shown(ids)}")
-        if self.room is not None and max(len(ids) for ids, _ in both) > self.room:
-            what = (*what, self._about_length(max(len(ids) for ids, _ in both)))
+        longest = max(len(ids) for ids, _ in both)
+        if longest > self.room:
+            what = (*what, self._about_length(longest))
             both = [self._cut(*one, self._room_for_prompt(both)) for one in both]
         sizes = [len(ids) for ids, _ in both]
         return {
@@ -260,9 +261,9 @@ class PairWriter(Writer):
         }, what
 
     @property
-    def room(self) -> int | None:
+    def room(self) -> int:
         """The most tokens of a prompt with its answer."""
-        return None if self.seq_len is None else (self.seq_len + 1) // 2
+        return (self.seq_len + 1) // 2
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -281,7 +282,6 @@ class PairWriter(Writer):
 
     def _room_for_prompt(self, both: list[tuple[Any, Any]]) -> int:
         """Returns the most tokens of a prompt: all that the longer answer leaves, or its share."""
-        assert self.room is not None
         longest = max(len(ids) - prompt_length(weights) for ids, weights in both)
         share = self.settings.max_prompt or self.room // 2
         return min(max(share, self.room - longest), self.room - 1)
@@ -289,7 +289,6 @@ class PairWriter(Writer):
     def _cut(
         self, ids: npt.NDArray[Any], weights: npt.NDArray[Any], for_prompt: int
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        assert self.room is not None
         border = prompt_length(weights)
         places = np.arange(len(ids))
         prompt = _kept(places[:border], for_prompt, self.settings.prompt_side)

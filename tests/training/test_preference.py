@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -311,9 +312,10 @@ def test_the_complement_is_exact_at_both_ends() -> None:
 
 
 def test_a_prompt_gives_way_to_the_longer_answer() -> None:
-    tokenizer: Any = None
+    unused: Any = None
+    options = dict.fromkeys((one.name for one in fields(PairWriter)), unused)
     # Half of a row is 20 tokens.
-    pairs = PairWriter(tokenizer, None, seq_len=39, settings=Preference(loss="dpo"))
+    pairs = PairWriter(**{**options, "seq_len": 39, "settings": Preference(loss="dpo")})
     both = [
         (np.arange(16 + size), np.repeat([0.0, 1.0], [16, size]).astype(np.float32))
         for size in (3, 8)
