@@ -23,7 +23,7 @@ from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
 from overland.data.plan import REST_RULES
 from overland.data.shard import TOKENS, Shard
 from overland.data.sources.file_marks import digest_of
-from overland.data.windows import Documents, Reading, Windows
+from overland.data.windows import Documents, MixedWindows, Reading, SourceWindows
 
 Array = npt.NDArray[np.int64]
 OPEN_WINDOWS = 3
@@ -105,7 +105,7 @@ class BlockStream(Lane):
 
     def __init__(
         self,
-        windows: Windows,
+        windows: SourceWindows | MixedWindows,
         shape: Shape,
         reading: Reading,
         first: int = 0,

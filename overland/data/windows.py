@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -77,21 +76,6 @@ class Documents:
         return (self.source[which] << 56) + self.number[which], self.epoch[which]
 
 
-class Windows(Protocol):
-    """An endless sequence of windows of documents, numbered from 0."""
-
-    name: str | None
-    """The name of the source, if there is only one."""
-    key: str
-    """Digest of everything that determines the content of a window."""
-    per_epoch: int
-
-    def open(self, window: int) -> Documents: ...
-
-    def num_tokens(self, first: int) -> Array | None:
-        """Counts the tokens of windows `first`, `first + 1`, …, if known without opening them."""
-
-
 @dataclass(frozen=True)
 class Reading:
     """How corpora are read, whatever they are used for."""
@@ -112,7 +96,8 @@ class Reading:
 
 
 class SourceWindows:
-    """Windows of one corpus, epoch after epoch, up to `max_epochs`."""
+    """An endless sequence of windows of one corpus, numbered from 0: epoch after epoch, up to
+    `max_epochs`."""
 
     def __init__(
         self,
@@ -133,6 +118,7 @@ class SourceWindows:
         self.per_epoch = int(min(wanted, max(corpus.num_shards, 1)))
         parts = [FORMAT, name, corpus.fingerprint, reading.seed, reading.shuffle, self.per_epoch]
         self.key = digest_of([*parts, holdout, reading.held_out] if holdout else parts)
+        """Digest of everything that determines the content of a window."""
         self._opened: OrderedDict[int, Documents] = OrderedDict()
         self._sums_of: OrderedDict[int, Array] = OrderedDict()
         # Documents and tokens per shard, as far as they are known: all for a built corpus, and all
@@ -178,6 +164,7 @@ class SourceWindows:
         return self._total(DOCUMENTS, self.max_epochs * self.per_epoch)
 
     def num_tokens(self, first: int) -> Array | None:
+        """Counts the tokens of windows `first`, `first + 1`, …, if known without opening them."""
         return self._sums(first, TOKENS)
 
     def tokens_before(self, document: int) -> int:
@@ -314,7 +301,7 @@ class MixedWindows:
     there; but a tiny source with a large weight must not make windows tiny.
     """
 
-    name: str | None = None
+    name: str | None = None  # that of the source, if there is only one
 
     def __init__(
         self,
