@@ -22,7 +22,6 @@ from overland.config.schema import JobConfig
 from overland.data.chat import GIVEN, ChatError, ChatTemplate, Undecided
 from overland.data.conversations import Columns, Record, recognize
 from overland.data.learned_tokens import NoTemplate, PairWriter, Skipped, Writer, encode
-from overland.data.sources.file_marks import FileMark
 from overland.data.sources.source import Document, FileSource, Kind, Located, Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import DEFAULT, WITH_TOOLS, Beside, find_file, read_text
@@ -123,12 +122,6 @@ class ConversationSource(FileSource):
 
     def files_of(self, chunk: str) -> list[str]:
         return self.records.files_of(chunk)
-
-    def marks(self) -> dict[str, FileMark]:
-        return self.records.marks()
-
-    def fingerprint(self, marks: Mapping[str, FileMark] | None = None) -> str:
-        return self.records.fingerprint(marks)
 
     def read(self, chunk: str) -> Iterator[Document]:
         self.records.skip_bad, before = self.skip_bad, self.records.num_bad
