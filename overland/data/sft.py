@@ -108,6 +108,10 @@ class ConversationSource(FileSource):
         notes: list[str] = plugin("chat_notes").notes_of(self, super().notes)
         return notes
 
+    @property
+    def num_bad(self) -> int:  # type: ignore[override]
+        return self.records.num_bad
+
     def chunks(self) -> list[str]:
         return self.records.chunks()
 
@@ -124,11 +128,9 @@ class ConversationSource(FileSource):
         return self.records.files_of(chunk)
 
     def read(self, chunk: str) -> Iterator[Document]:
-        self.records.skip_bad, before = self.skip_bad, self.records.num_bad
+        self.records.skip_bad = self.skip_bad
         for number, record in enumerate(self.records.read(chunk)):
             assert isinstance(record, Mapping)
-            self.num_bad += self.records.num_bad - before
-            before = self.records.num_bad
             try:
                 arrays, what = self.writer.sample(record, self.shape)
             except Skipped as why:
@@ -139,14 +141,13 @@ class ConversationSource(FileSource):
                     where = record.where
                 if isinstance(error, Undecided):
                     raise DataError(f"{where}: {error}") from None
-                self.bad(
+                self.records.bad(
                     f'{where}: {error} (to skip it, set data.bad_documents = "skip", or use '
                     "--skip-bad)"
                 )
             else:
                 self.counts.update(what)
                 yield arrays
-        self.num_bad += self.records.num_bad - before
 
 
 def conversations_of(
