@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -117,7 +117,7 @@ class BlockStream(Lane):
         parts = [windows.key, shape.seq_len, shape.packing, shape.last_block, reading.seed]
         parts += [shape.alike] if shape.alike else []
         self.key = digest_of([*parts, first, rest.key if rest else None])
-        self._opened: OrderedDict[int, Window] = OrderedDict()
+        self._opened = lru_cache(OPEN_WINDOWS)(self._open)
         self._lead = 1 if rest else 0
         self._counts = reading.counts(f"blocks-{self.key}", windows.per_epoch + self._lead)
 
@@ -204,23 +204,20 @@ class BlockStream(Lane):
         return None, first
 
     def open(self, window: int) -> Window:
-        if window not in self._opened:
-            shape = self.shape
-            if self.rest and window < self._lead:
-                documents = self.rest.documents(shape.packing)
-            else:
-                documents = self.windows.open(self.window_behind(window))
-            laid_out = cut(documents.length, shape.seq_len, shape.packing, shape.last_block)
-            self._counts.check(window, laid_out.num_blocks)
-            order = np.arange(laid_out.num_blocks)
-            if self.reading.shuffle and len(order):
-                order = permute(order, len(order), "blocks", self.reading.seed, self.key, window)
-            opened = Window(documents, laid_out, order)
-            self._opened[window] = self._with_alike(window, opened)
-            while len(self._opened) > OPEN_WINDOWS:
-                self._opened.popitem(last=False)
-        self._opened.move_to_end(window)
-        return self._opened[window]
+        return self._opened(window)
+
+    def _open(self, window: int) -> Window:
+        shape = self.shape
+        if self.rest and window < self._lead:
+            documents = self.rest.documents(shape.packing)
+        else:
+            documents = self.windows.open(self.window_behind(window))
+        laid_out = cut(documents.length, shape.seq_len, shape.packing, shape.last_block)
+        self._counts.check(window, laid_out.num_blocks)
+        order = np.arange(laid_out.num_blocks)
+        if self.reading.shuffle and len(order):
+            order = permute(order, len(order), "blocks", self.reading.seed, self.key, window)
+        return self._with_alike(window, Window(documents, laid_out, order))
 
     def window_behind(self, window: int) -> int:
         """Returns the window of documents behind a window of this stream (which the rest lacks)."""

@@ -7,9 +7,9 @@ windows of a mixture of documents take those of several sources in turn.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -119,8 +119,8 @@ class SourceWindows:
         parts = [FORMAT, name, corpus.fingerprint, reading.seed, reading.shuffle, self.per_epoch]
         self.key = digest_of([*parts, holdout, reading.held_out] if holdout else parts)
         """Digest of everything that determines the content of a window."""
-        self._opened: OrderedDict[int, Documents] = OrderedDict()
-        self._sums_of: OrderedDict[int, Array] = OrderedDict()
+        self._opened = lru_cache(OPEN_WINDOWS)(self._open)
+        self._sums_of = lru_cache(OPEN_WINDOWS)(lambda window: np.cumsum(self.open(window).length))
         # Documents and tokens per shard, as far as they are known: all for a built corpus, and all
         # after one epoch of any other.
         self._sizes = np.full((corpus.num_shards, 2), -1, np.int64)
@@ -129,14 +129,7 @@ class SourceWindows:
         ]
 
     def open(self, window: int) -> Documents:
-        if window not in self._opened:
-            self.check_epoch(window)
-            self.corpus.expect(self._shards(self._until(window, 1 + LOOK_AHEAD)).tolist())
-            self._opened[window] = self._open(window)
-            while len(self._opened) > OPEN_WINDOWS:
-                self._opened.popitem(last=False)
-        self._opened.move_to_end(window)
-        return self._opened[window]
+        return self._opened(window)
 
     def take(self, first: int, last: int) -> list[Documents]:
         """Returns documents [first, last) of the stream, in parts."""
@@ -172,11 +165,7 @@ class SourceWindows:
         if document == 0:
             return 0
         (window,), (place,) = self._find([document - 1])
-        if window not in self._sums_of:
-            self._sums_of[window] = np.cumsum(self.open(int(window)).length)
-            if len(self._sums_of) > OPEN_WINDOWS:
-                self._sums_of.popitem(last=False)
-        return self._total(TOKENS, int(window)) + int(self._sums_of[window][place])
+        return self._total(TOKENS, int(window)) + int(self._sums_of(int(window))[place])
 
     def _find(self, documents: list[int]) -> tuple[Array, Array]:
         """Returns the window of each document, and its place there."""
@@ -240,6 +229,8 @@ class SourceWindows:
         return places
 
     def _open(self, window: int) -> Documents:
+        self.check_epoch(window)
+        self.corpus.expect(self._shards(self._until(window, 1 + LOOK_AHEAD)).tolist())
         numbers = self._shards(np.array([window]))
         shards = [self.corpus.shard(number) for number in numbers.tolist()]
         counts = np.array([shard.info.num_documents for shard in shards])
