@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,7 @@ class Corpus:
         self._maker: ShardMaker | None = None
         self.workers: Workers | None = None
         """The background processes of this rank, once they are needed."""
-        self._opened: OrderedDict[int, Shard] = OrderedDict()
+        self._opened = lru_cache(OPEN_SHARDS)(self._open)
         self._unusual: dict[int, ShardInfo] = {}
         """The shards opened so far that are empty, or from which documents were left out."""
         self._expected: list[int] = []
@@ -121,19 +122,7 @@ class Corpus:
             raise IndexError(
                 f"{self.folder} has {self.num_shards:,} shards; there is no {number:,}"
             )
-        with self._lock:
-            shard = self._opened.pop(number, None)
-            if shard is not None:
-                self._opened[number] = shard
-                return shard
-        shard = self._await(number)
-        shard.verify_index()
-        with self._lock:
-            self._opened[number] = shard
-            if len(self._opened) > OPEN_SHARDS:
-                self._opened.popitem(last=False)
-            self._count(number, shard.info)
-        return shard
+        return self._opened(number)
 
     def expect(self, numbers: Sequence[int]) -> None:
         """Announces the shards that are needed next, in this order: background processes make the
@@ -159,7 +148,14 @@ class Corpus:
             if self.workers is not None:
                 self.workers.close()
             self.workers, self._processes = None, 0
-            self._opened.clear()
+            self._opened.cache_clear()
+
+    def _open(self, number: int) -> Shard:
+        shard = self._await(number)
+        shard.verify_index()
+        with self._lock:
+            self._count(number, shard.info)
+        return shard
 
     def _await(self, number: int) -> Shard:
         path, claim = self.layout.shard_path(number), self.layout.claim_path(number)
