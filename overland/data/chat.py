@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 from overland.data.chat_renderer import Endless, Rejected, renderer
@@ -233,8 +232,9 @@ class ChatTemplate:
         They are found by writing the conversation again with other characters in their places, in
         messages as in those of the template's strings that it looks for, perhaps to split a message
         at `</think>`. If that gives the same texts otherwise, these show where the names are."""
-        words = self._stand_ins(set(found), texts)
-        originals = {one: own for name in found for one, own in zip(words[name], name, strict=True)}
+        stand_ins = self._stand_ins(texts)
+        originals = {one: own for own, one in stand_ins.items()}
+        table = str.maketrans(stand_ins)
         stand_in = re.compile(
             rf"(?P<escape>\\u(?P<code>e\w{{3}}|f[0-8]\w\w))|[{''.join(originals)}]"
         )
@@ -251,8 +251,8 @@ class ChatTemplate:
 
         def replaced(text: str) -> str:
             if text in self._insides:
-                return words[text]
-            return self._names_in_content.sub(lambda match: words[match[0]], text)
+                return text.translate(table)
+            return self._names_in_content.sub(lambda match: match[0].translate(table), text)
 
         def replaced_if_looked_for(match: re.Match[str]) -> str:
             start, stop = match.span()
@@ -261,7 +261,7 @@ class ChatTemplate:
                 self.source[stop : stop + NEAR],
             )
             is_looked_for = LOOKS_FOR.search(before) or IS_LOOKED_FOR.match(after)
-            return words[match[0]] if is_looked_for else match[0]
+            return match[0].translate(table) if is_looked_for else match[0]
 
         names = sorted(self.specials.keys() & found)
         source = any_name_of(names).sub(replaced_if_looked_for, self.source)
@@ -278,20 +278,16 @@ class ChatTemplate:
             )
         return [restored(text, QUOTED) for text in written]
 
-    def _stand_ins(self, found: set[str], texts: Sequence[str]) -> Mapping[str, str]:
-        """Returns characters in place of those of each name, which do not occur in the texts. They
-        stay the same if possible, so that changed templates need not be compiled again."""
-        words, taken = self._words, set(self.source).union(*texts)
-        if found <= words.keys() and taken.isdisjoint("".join(words.values())):
-            return words
-        for names in (found | words.keys(), found):
-            free = (chr(code) for code in STAND_INS if chr(code) not in taken)
-            words.clear()
-            words.update((name, "".join(islice(free, len(name)))) for name in sorted(names))
-            if all(len(name) == len(word) for name, word in words.items()):
-                return words
-        words.clear()
-        raise ChatError("it contains too many names of special tokens")
+    def _stand_ins(self, texts: Sequence[str]) -> dict[str, str]:
+        """Returns a character in place of each letter of the names, which does not occur in the
+        texts. They are the same for most texts, so that changed templates need not be compiled
+        again."""
+        taken, letters = set(self.source).union(*texts), sorted(set("".join(self.specials)))
+        free = (chr(code) for code in STAND_INS if chr(code) not in taken)
+        found = dict(zip(letters, free, strict=False))
+        if len(found) < len(letters):
+            raise ChatError("it contains too many characters for private use")
+        return found
 
     def _run(self, source: str, given: Sequence[Any], cuts: Sequence[Cut]) -> list[str]:
         """Returns what a template writes of turns and tools, for each of the cuts."""
@@ -367,10 +363,6 @@ class ChatTemplate:
         names = self.specials.keys() - self.in_content
         found = {name.strip("<|>[]/") for name in names} - names - ROLES - {""}
         return {one for one in found if not re.search(rf"['\"]{re.escape(one)}['\"]", self.source)}
-
-    @cached_property
-    def _words(self) -> dict[str, str]:
-        return {}
 
     @cached_property
     def _last_special(self) -> re.Pattern[str]:
