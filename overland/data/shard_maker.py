@@ -145,6 +145,24 @@ class ShardMaker:
                     f"{self._place(chunk)} has {found:,} documents, but {expected:,} were expected"
                 )
 
+    def _prepare(self, batch: list[Record]) -> list[Ids]:
+        """Converts documents to what is stored: the tokens of text, the bytes of arrays, which must
+        match what the source declares, or valid token ids with their channels."""
+        layout = self.layout
+        if layout.kind == "text":
+            return self._encode(batch)
+        limit, channels = layout.vocab_size or 1 << 32, layout.channels or {}
+        documents: list[Ids] = []
+        for record in batch:
+            try:
+                if layout.arrays is not None:
+                    documents.append(layout.arrays.encode(record.document))
+                else:
+                    documents.append(with_channels(record.document, channels, limit))
+            except Unfit as error:
+                self._bad(record, str(error))
+        return documents
+
     def _encode(self, batch: list[Record]) -> list[Ids]:
         assert self.tokenizer is not None
         batch = [record for record in batch if self._is_text(record)]
@@ -172,36 +190,6 @@ class ShardMaker:
                 self._bad(record, "has half of a surrogate pair, so it is not UTF-8 text")
                 return False
         return True
-
-    @property
-    def _prepare(self) -> Callable[[list[Record]], list[Ids]]:
-        """The function that converts documents to what is stored."""
-        if self.layout.kind == "arrays":
-            return self._pack
-        return self._encode if self.layout.kind == "text" else self._check
-
-    def _pack(self, batch: list[Record]) -> list[Ids]:
-        """Returns arrays as the bytes of records; they must match what the source declares."""
-        assert self.layout.arrays is not None
-        documents: list[Ids] = []
-        for record in batch:
-            try:
-                documents.append(self.layout.arrays.encode(record.document))
-            except Unfit as error:
-                self._bad(record, str(error))
-        return documents
-
-    def _check(self, batch: list[Record]) -> list[Ids]:
-        """Returns valid token ids as they are stored, with their channels."""
-        limit = self.layout.vocab_size or 1 << 32
-        channels = self.layout.channels or {}
-        documents = []
-        for record in batch:
-            try:
-                documents.append(with_channels(record.document, channels, limit))
-            except Unfit as error:
-                self._bad(record, str(error))
-        return documents
 
     def _bad(self, record: Record, what: str) -> None:
         if not self.layout.skip_bad:
