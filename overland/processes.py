@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 import sys
 import time
@@ -16,6 +17,11 @@ from typing import Any
 # user's file there, such as random.py, would be imported in place of Python's own module.
 # `job.custom_import` adds the folder itself.
 PYTHON = (sys.executable, "-P")
+# Terminals and Slurm signal all processes of a job. Helpers leave it to their parent to react, and
+# end when it does.
+PARENTS_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+)  # fmt: skip
 
 
 def this_process() -> dict[str, Any]:

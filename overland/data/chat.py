@@ -21,8 +21,7 @@ from datetime import date
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-from overland.data.chat_renderer import Endless, Rejected, renderer
-from overland.data.chat_sandbox import BEGIN, END
+from overland.data.chat_renderer import BEGIN, END, Endless, Rejected, renderer
 from overland.errors import DataError
 from overland.words import any_of
 

@@ -33,7 +33,7 @@ from overland.data.shard_maker import ShardMaker
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
-from overland.processes import PYTHON
+from overland.processes import PARENTS_SIGNALS, PYTHON
 
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -45,10 +45,6 @@ RESTARTS = 3  # per process, in total
 LOOK_SECONDS = 0.25  # between checks of shards that others have claimed
 REPORT_SECONDS = 0.25
 CLOSE_SECONDS = 3.0  # a batch takes less
-# Terminals and Slurm signal all processes of a job; only the parent decides how to react.
-PARENTS_SIGNALS = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-)  # fmt: skip
 
 Message = list[Any]
 
