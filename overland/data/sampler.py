@@ -67,12 +67,7 @@ def one_kind(corpora: Corpora) -> Arrays | None:
 class Sampler:
     """Reads the rows of any batch of the plan."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        corpora: Corpora,
-        reading: Reading,
-    ) -> None:
+    def __init__(self, plan: Plan, corpora: Corpora, reading: Reading) -> None:
         self.plan, self.reading = plan, reading
         self.names = list(plan.sources)
         if plan.mixture == "documents":
@@ -82,14 +77,7 @@ class Sampler:
         self.corpora = corpora
         self.arrays = one_kind(corpora)
         self.windows = {
-            name: SourceWindows(
-                name,
-                number,
-                corpus,
-                reading,
-                plan.sources[name].max_epochs,
-                plan.sources[name].holdout,
-            )
+            name: SourceWindows(name, number, corpus, reading, plan.sources[name])
             for number, name in enumerate(self.names)
             if isinstance(corpus := corpora.get(name), Corpus)
         }

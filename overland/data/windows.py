@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from overland.data.corpus import Corpus, DamagedSizes
 from overland.data.order import Counts, Mixture, permute, spread
+from overland.data.plan import PlannedSource
 from overland.data.shard import Shard
 from overland.data.sources.file_marks import digest_of
 from overland.errors import DataError
@@ -105,14 +106,13 @@ class SourceWindows:
         source: int,
         corpus: Corpus,
         reading: Reading,
-        max_epochs: int | None = None,
-        holdout: float = 0.0,
+        planned: PlannedSource,
     ) -> None:
-        """`name` and number are those of the plan: the corpus may have another name. `holdout` is
-        the share of documents that is held out of training."""
+        """`name` and number are those of the plan: the corpus may have another name."""
         self.name: str | None = name
         self.source, self.corpus = source, corpus
-        self.reading, self.max_epochs, self.holdout = reading, max_epochs, holdout
+        self.reading, self.max_epochs = reading, planned.max_epochs
+        self.holdout = holdout = planned.holdout
         self.announced = corpus.num_shards * corpus.documents_per_shard
         wanted = max(self.announced // reading.window_documents, corpus.num_shards // MAX_SHARDS, 1)
         self.per_epoch = int(min(wanted, max(corpus.num_shards, 1)))
