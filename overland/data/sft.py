@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from functools import lru_cache, partial
@@ -186,7 +186,7 @@ def writer_for(config: JobConfig, seq_len: int, tokenizer: Path | None = None) -
     sft, data = config.sft, config.data
     opened = tokenizer_for_chats(config, tokenizer)
     template, tool_template = templates_of(config, opened)
-    kind = Writer
+    kind: Callable[..., Writer] = Writer
     if config.preference.loss != "off":
         kind = partial(PairWriter, settings=config.preference)
     return kind(
