@@ -174,11 +174,11 @@ def list_runs(
 ) -> None:
     """List runs, newest first: state, step, loss, validation loss, and age of the last update."""
     from overland.apps.watch.files import finite
-    from overland.apps.watch.listing import list_runs, no_runs, table
+    from overland.apps.watch.listing import list_runs, no_runs, table, to_json
 
     runs = list_runs(folder.expanduser())
     if as_json:
-        print(json.dumps([finite(asdict(one)) for one in runs], indent=1))
+        print(json.dumps([finite(to_json(one)) for one in runs], indent=1))
         return
     if not runs:
         print(no_runs(folder), file=sys.stderr)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from overland.apps.progress import progress_bar
-from overland.apps.watch.watch import STATES, Watch, newest_script
+from overland.apps.watch.watch import STATES, RunStatus, Watch, newest_script
 from overland.errors import NoRun, sentence
 from overland.run_folder import ATTEMPTS, CONFIG, LIVE, METRICS, OWNER, PLAN, SESSIONS, SUBMITTED
 from overland.training.history import END_BYTES, History
@@ -24,29 +24,12 @@ SLURM_SECONDS = 5.0  # for all runs together
 LONGEST = 60  # characters of a reason
 
 
-@dataclass(frozen=True)
-class ListedRun:
-    """One run in the list. Times are in seconds since 1970."""
-
-    run: str
-    state: str
-    because: str = ""
-    step: int = 0
-    steps: int | None = None
-    loss: float | None = None
-    held_out: dict[str, float] = field(default_factory=dict)
-    last_sign: float | None = None
-    age_seconds: float | None = None
-    seconds_left: float | None = None
-    description: str = ""
-
-
-def list_runs(folder: Path) -> list[ListedRun]:
+def list_runs(folder: Path) -> list[RunStatus]:
     """Returns the runs in a folder and below it."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise NoRun(f"{folder} {what}: expected a folder that contains runs")
-    found: list[ListedRun] = []
+    found: list[RunStatus] = []
     until = time.monotonic() + SLURM_SECONDS
     with progress_bar("looking for runs") as bar:
         for path in find_runs(folder):
@@ -99,27 +82,32 @@ def is_run(folder: Path, entries: Mapping[str, os.DirEntry[str]]) -> bool:
     return len(files) > 1 and bool(files & {CONFIG, SESSIONS, ATTEMPTS})
 
 
-def look(run: Path, patience: float) -> ListedRun:
+def look(run: Path, patience: float) -> RunStatus:
     try:
-        seen = Watch(run, History(run / METRICS, last_bytes=END_BYTES)).look(patience)
+        return Watch(run, History(run / METRICS, last_bytes=END_BYTES)).look(patience)
     except Exception as error:  # one unreadable run must not hide the others
-        return ListedRun(str(run), UNREADABLE, sentence(error) or type(error).__name__)
-    return ListedRun(
-        run=seen.run,
-        state=seen.state,
-        because=seen.because,
-        step=seen.step,
-        steps=seen.steps,
-        loss=seen.newest.get("loss"),
-        held_out={name: points[-1][1] for name, points in seen.held_out.items() if points},
-        last_sign=seen.last_sign,
-        age_seconds=seen.time - seen.last_sign if seen.last_sign else None,
-        seconds_left=seen.seconds_left,
-        description=seen.description,
-    )
+        why = sentence(error) or type(error).__name__
+        return RunStatus(str(run), time.time(), UNREADABLE, why)
 
 
-def table(runs: list[ListedRun], width: int) -> list[str]:
+def to_json(seen: RunStatus) -> dict[str, Any]:
+    """Returns what the list says about a run. Times are in seconds since 1970."""
+    return {
+        "run": seen.run,
+        "state": seen.state,
+        "because": seen.because,
+        "step": seen.step,
+        "steps": seen.steps,
+        "loss": seen.newest.get("loss"),
+        "held_out": {name: points[-1][1] for name, points in seen.held_out.items() if points},
+        "last_sign": seen.last_sign,
+        "age_seconds": seen.time - seen.last_sign if seen.last_sign else None,
+        "seconds_left": seen.seconds_left,
+        "description": seen.description,
+    }
+
+
+def table(runs: list[RunStatus], width: int) -> list[str]:
     """Returns one line per run; if it is too wide, first the reason and then the name is cut."""
     rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "held out", "age", "")]
     rows += [row_of(one) for one in runs]
@@ -137,16 +125,16 @@ def table(runs: list[ListedRun], width: int) -> list[str]:
     return lines
 
 
-def row_of(one: ListedRun) -> tuple[str, ...]:
+def row_of(one: RunStatus) -> tuple[str, ...]:
     # More steps than that were taken before it was lowered.
     step = f"{one.step:,}" + (f"/{one.steps:,}" if one.steps and one.step <= one.steps else "")
-    first = next(iter(one.held_out.values()), None)
+    loss, held_out = one.newest.get("loss"), [points for points in one.held_out.values() if points]
     return (
         on_one_line(one.run),
         STATES.get(one.state, one.state),
         "" if one.state == UNREADABLE else step,
-        "" if one.loss is None else f"{one.loss:.4f}",
-        "" if first is None else f"{first:.4f}",
-        "" if one.age_seconds is None else duration(one.age_seconds),
+        "" if loss is None else f"{loss:.4f}",
+        f"{held_out[0][-1][1]:.4f}" if held_out else "",
+        duration(one.time - one.last_sign) if one.last_sign else "",
         visible(" ".join((one.because or one.description).split()))[:LONGEST],
     )
