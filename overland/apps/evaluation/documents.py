@@ -76,11 +76,14 @@ class EvaluationSet:
         return source
 
     @property
+    def layout(self) -> CorpusLayout | None:
+        """How it was tokenized, if it is a corpus."""
+        return self.source.layout if isinstance(self.source, BuiltCorpus | HeldOut) else None
+
+    @property
     def takes_prefix(self) -> bool:
         """Whether its documents have no special tokens yet: text, or a corpus made of text."""
-        layout = _layout_of(self.source)
-        kind = layout.kind if layout is not None else self.source.kind
-        return bool(kind == "text")
+        return bool((self.layout or self.source).kind == "text")
 
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Yields the documents in order, at most `limit` of them."""
@@ -107,7 +110,7 @@ class EvaluationSet:
 
     def require_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises an error for a corpus that was tokenized with another tokenizer."""
-        layout = _layout_of(self.source)
+        layout = self.layout
         if layout is None or layout.tokenizer is None or layout.made_by is not None:
             return
         add_bos = layout.add_bos if tokenizer.bos_id is not None else False
@@ -122,7 +125,7 @@ class EvaluationSet:
     def _document(self, raw: Raw, chunk: str) -> Document:
         if isinstance(raw, str):
             return Document(text=raw)
-        layout = _layout_of(self.source)
+        layout = self.layout
         ids, weights = (raw[TOKENS], raw.get(WEIGHTS)) if isinstance(raw, Mapping) else (raw, None)
         ids = np.asarray(ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -242,9 +245,3 @@ def _open(name: str, wanted: DataSource, data: Data) -> Source:
         return open_by_name(name, wanted, data, held_out=True)
     except ChoiceRequired as error:
         raise error.by(f"--{error.option}") from None
-
-
-def _layout_of(source: Source) -> CorpusLayout | None:
-    if isinstance(source, BuiltCorpus | HeldOut):
-        return source.layout
-    return None
