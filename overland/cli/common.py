@@ -55,6 +55,8 @@ def is_user_error(error: Exception) -> bool:
 
 # Settings are not options: the config loader reads `training.steps=20` and `--training.steps 20`.
 TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+# A line such as `    steps: Number of steps.` below `Args:`, and lines that continue it.
+ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -115,10 +117,6 @@ def with_options_of(
         return verb
 
     return with_options
-
-
-# A line such as `    steps: Number of steps.` below `Args:`, and lines that continue it.
-ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
 
 
 def _option(
