@@ -7,7 +7,8 @@ The run folder's config.toml keeps `auto`, since a run may be resumed on other h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -24,6 +25,7 @@ from overland.config.derived import (
 from overland.config.schema import JobConfig
 from overland.errors import OutOfMemoryError, TrainingError
 from overland.kernels import has_triton
+from overland.models.registry import model_config
 from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
 from overland.parallel.comm import from_first_rank
@@ -35,6 +37,7 @@ from overland.training.memory import (
     least_recompute,
     step_memory,
 )
+from overland.world import World
 from overland.world.devices import MemoryState, device_memory, machine_memory, memory_state
 
 GIB = 2**30
@@ -101,9 +104,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def out_of_memory(
-    config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
-) -> OutOfMemoryError:
+@contextmanager
+def memory_in_words(config: JobConfig, world: World, device: torch.device) -> Iterator[None]:
+    """Turns an out-of-memory error into one sentence with suggested fixes."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
+        raise out_of_memory(config, degrees, device) from None
+
+
+def out_of_memory(config: JobConfig, degrees: Degrees, device: torch.device) -> OutOfMemoryError:
     """Returns a short error in place of a page of stack traces. A model whose config has no
     `activations` gets no estimates."""
     where = "this GPU's" if device.type == "cuda" else "this machine's"
@@ -112,7 +125,7 @@ def out_of_memory(
         total = device_memory(device, config.comm.ranks_per_device)
         held = torch.cuda.max_memory_allocated(device)
         what += f": {held / GIB:.1f} GiB of {total / GIB:.1f} GiB were allocated by tensors"
-    return OutOfMemoryError(with_ways_out(what, config, architecture, degrees, device))
+    return OutOfMemoryError(with_ways_out(what, config, degrees, device))
 
 
 def held_bytes(parts: Sequence[nn.Module], config: JobConfig) -> float:
@@ -155,12 +168,10 @@ def require_memory(
                 f"this run needs about {max(least, likely) / GIB:.1f} GiB on {where}, which has "
                 f"{there / GIB:.1f} GiB; health.check_memory=false starts it all the same"
             )
-            raise TrainingError(with_ways_out(what, config, architecture, degrees, device))
+            raise TrainingError(with_ways_out(what, config, degrees, device))
 
 
-def rank_killed(
-    config: JobConfig, architecture: Any, num_ranks: int, device: torch.device, before: MemoryState
-) -> str:
+def rank_killed(config: JobConfig, num_ranks: int, device_type: str, before: MemoryState) -> str:
     """Returns the message for a rank that got SIGKILL, which the system sends when memory runs out,
     and so does whoever wants to end it. `before`: the memory when the ranks were started."""
     now = memory_state()
@@ -174,19 +185,18 @@ def rank_killed(
         what = "a rank was killed (SIGKILL), perhaps because the machine ran out of memory"
     if math.isfinite(before.free):  # known only on Linux
         what += f": this machine had {before.free / GIB:.1f} GiB free for {num_ranks} ranks"
-    if device.type == "cuda":  # the machine's memory ran out, not a GPU's
+    if device_type == "cuda":  # the machine's memory ran out, not a GPU's
         return (
             f"{what}. To use less: checkpoint.async_mode=disabled, which keeps no copy of the "
             "state; fewer data.tokenise_processes; a lower data.read_ahead"
         )
     degrees = resolve_degrees(config.parallelism, num_ranks, num_ranks)
-    return with_ways_out(what, config, architecture, degrees, device)
+    return with_ways_out(what, config, degrees, torch.device(device_type))
 
 
-def with_ways_out(
-    what: str, config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
-) -> str:
+def with_ways_out(what: str, config: JobConfig, degrees: Degrees, device: torch.device) -> str:
     """Returns `what`, followed by the estimated memory of a step and ways to reduce it."""
+    architecture = model_config(config.model)
     if not can_estimate(architecture):
         return (
             f"{what}. Lower training.local_batch_size (set training.global_batch_size to keep the "

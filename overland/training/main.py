@@ -13,8 +13,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from overland.run_folder import RunFolder, fresh_folder
 from overland.training.history import History, Trained
 from overland.words import visible
 from overland.world import World
-from overland.world.devices import MemoryState, device_type, memory_state
+from overland.world.devices import device_type, memory_state
 from overland.world.flight_recorder import forget_records, last_wait, record_into
 from overland.world.heartbeat import Heartbeat, Phase, reporting
 from overland.world.launch import launch_local
@@ -129,8 +128,11 @@ def launch(config: JobConfig, num_ranks: int, printing: Collection[int]) -> tupl
         write_config(config, path, full=True)
         before = memory_state()
         code = launch_local(["train", str(path)], num_ranks, printing, RunFolder(config).logs)
-    was_killed = code == 128 + signal.SIGKILL
-    return code, killed_in_words(config, num_ranks, before) if was_killed else ""
+    if code != 128 + signal.SIGKILL:
+        return code, ""
+    from overland.training.fit import rank_killed
+
+    return code, rank_killed(config, num_ranks, device_type(config.training.device), before)
 
 
 def train_rank(
@@ -157,6 +159,7 @@ def _train_among_ranks(
 ) -> tuple[Trained, str]:
     """Joins the other ranks, and claims the run folder."""
     from overland.parallel.comm import from_first_rank, process_group
+    from overland.training.fit import memory_in_words
     from overland.training.owner import owned
 
     kind = device_type(config.training.device)
@@ -238,30 +241,3 @@ def with_fresh_folder(
         return config
     folder = agree(fresh_folder(config.job.dump_folder))
     return config.having({"job.dump_folder": folder, "checkpoint.resume": "auto"})
-
-
-def killed_in_words(config: JobConfig, num_ranks: int, before: MemoryState) -> str:
-    """Explains why a rank was killed. `before`: the memory when the ranks were started."""
-    import torch
-
-    from overland.models.registry import model_config
-    from overland.training.fit import rank_killed
-
-    device = torch.device(device_type(config.training.device))
-    return rank_killed(config, model_config(config.model), num_ranks, device, before)
-
-
-@contextmanager
-def memory_in_words(config: JobConfig, world: World, device: torch.device) -> Iterator[None]:
-    """Turns an out-of-memory error into one sentence with suggested fixes."""
-    from overland.config.derived import resolve_degrees
-    from overland.models.registry import model_config
-    from overland.training.fit import is_out_of_memory, out_of_memory
-
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
-        raise out_of_memory(config, model_config(config.model), degrees, device) from None

@@ -41,7 +41,7 @@ def test_what_was_held_and_three_ways_out_are_named(tmp_path: Path) -> None:
     # The number format, recomputation and compilation are left to the device, as by default.
     config = tiny_job(tmp_path, training={"dtype": "float32", "mixed_precision_param": "auto"})
     degrees = resolve_degrees(config.parallelism, 1)
-    error = out_of_memory(config, model_config(config.model), degrees, torch.device("cpu"))
+    error = out_of_memory(config, degrees, torch.device("cpu"))
     said = str(error)
     assert error_kind(error) is Kind.MEMORY
     for way in ("local_batch_size=4", "activation_checkpoint.mode=full", "bf16_moments=true"):
@@ -57,14 +57,14 @@ def test_a_way_out_that_frees_nothing_is_not_advised(tmp_path: Path) -> None:
         optimizer={"bf16_moments": True},
     )
     degrees = resolve_degrees(config.parallelism, 1)
-    said = str(out_of_memory(config, model_config(config.model), degrees, torch.device("cpu")))
+    said = str(out_of_memory(config, degrees, torch.device("cpu")))
     assert re.search(r"To use less: sharding over twice as many devices: about [\d.]+ GiB$", said)
 
 
 def test_a_way_out_that_frees_next_to_nothing_is_not_advised(tmp_path: Path) -> None:
     config = tiny_job(tmp_path, training={"local_batch_size": 4096})
     degrees = resolve_degrees(config.parallelism, 1)
-    said = str(out_of_memory(config, model_config(config.model), degrees, torch.device("cpu")))
+    said = str(out_of_memory(config, degrees, torch.device("cpu")))
     assert "local_batch_size=2048" in said
     assert "bf16_moments" not in said  # kilobytes, where activations take gigabytes
 
@@ -75,7 +75,7 @@ def test_a_rank_that_was_killed_beside_gpus_lacked_the_machines_memory(
     config = tiny_job(tmp_path)
     monkeypatch.setattr(fit, "memory_state", lambda: MemoryState(0.0, 8))
     before = MemoryState(3 * 2**30, 7)
-    said = rank_killed(config, model_config(config.model), 8, torch.device("cuda"), before)
+    said = rank_killed(config, 8, "cuda", before)
     assert "this machine had 3.0 GiB free for 8 ranks. To use less: checkpoint.async_mode" in said
 
 
@@ -86,7 +86,7 @@ def test_a_rank_that_someone_killed_did_not_lack_memory(
     for kills, words in ((7, "not for lack of memory"), (None, "perhaps because the machine ran")):
         state = MemoryState(18 * 2**30, kills)
         monkeypatch.setattr(fit, "memory_state", lambda state=state: state)
-        said = rank_killed(config, model_config(config.model), 2, torch.device("cpu"), state)
+        said = rank_killed(config, 2, "cpu", state)
         assert words in said
 
 
