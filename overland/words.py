@@ -80,6 +80,12 @@ def in_columns(rows: Mapping[str, object]) -> str:
     return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows.items())
 
 
+def first_few(names: Sequence[str], most: int = 1) -> str:
+    """Returns the first of these names, and how many more there are: `a, b and 3 more`."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
+
+
 def any_of(names: Sequence[str], word: str = "or") -> str:
     """Returns names as `a, b or c`."""
     if len(names) < 2:

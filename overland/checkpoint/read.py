@@ -36,6 +36,7 @@ from overland.errors import CheckpointError, MismatchError
 from overland.files import Moved, ignore
 from overland.parallel.sharding import local_part, shard_of
 from overland.run_folder import CHECKPOINT, COMMITTED
+from overland.words import first_few
 
 NUM_THREADS = max(2, min(8, os.cpu_count() or 2))
 PIECE = 4 * BLOCK  # read by one thread at a time
@@ -281,7 +282,7 @@ def require_fit(
     if missing := [name for name in state if name not in saved]:
         is_state = missing[0].startswith("optimizer.")
         out = ": `--skip-optimizer` starts with a new optimizer" if is_state else ""
-        raise MismatchError(f"{path} has no {_and_more(missing)}, which this run needs{out}")
+        raise MismatchError(f"{path} has no {first_few(missing)}, which this run needs{out}")
     for name, tensor in state.items():
         if saved[name] != tuple(tensor.shape):
             raise MismatchError(
@@ -295,14 +296,10 @@ def refuse_unused(path: Path, saved: Iterable[str], taken: Collection[str]) -> N
     unused = [name for name in saved if name.startswith("model.") and name not in taken]
     if unused:
         raise MismatchError(
-            f"{path} has {_and_more(unused)}, which the model in this config does not have: resume "
+            f"{path} has {first_few(unused)}, which the model in this config does not have: resume "
             "with the model that was saved, or start a new run from its weights "
             "(checkpoint.initial_load_path)"
         )
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def fill_local(

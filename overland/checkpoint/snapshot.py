@@ -267,11 +267,3 @@ class LargestValues:
             bad = (~values.isfinite()).tolist()
             found += [name for name, is_bad in zip(names, bad, strict=True) if is_bad]
         return list(dict.fromkeys(found))
-
-
-def tensors_in_words(names: list[str]) -> str:
-    """`a`, or `a and 3 other tensors`."""
-    others = len(names) - 1
-    if not others:
-        return names[0]
-    return f"{names[0]} and {others} other tensor{'s' if others > 1 else ''}"

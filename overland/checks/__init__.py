@@ -91,10 +91,11 @@ def check_config(loaded: Loaded, world_size: int | None) -> list[Problem]:
     """
     problems: list[Problem] = []
     for check, keys in CHECKS:
-        # A model that cannot be built ends each check that reads it; `check_model` reports it.
-        reads_model = "model" in keys
-        with suppress(*((ModelError, OSError) if reads_model else ())):
-            if not _reads_dropped(loaded, (*keys, "job.custom_import") if reads_model else keys):
+        ends_it: tuple[type[Exception], ...] = ()
+        if "model" in keys:  # which may not be built; `check_model` reports it
+            keys, ends_it = (*keys, "job.custom_import"), (ModelError, OSError)
+        if not _reads_dropped(loaded, keys):
+            with suppress(*ends_it):
                 problems += check(loaded)
     return in_order(problems + check_sizes(loaded, world_size))
 

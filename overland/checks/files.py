@@ -91,11 +91,11 @@ def check_allowed_changes(loaded: Loaded) -> Iterator[Problem]:
 
 # Keys that identify a run. Others, such as the learning rate or the number of steps, may change
 # when it resumes.
-SAME_RUN = {
-    "model": ("name", "flavor", "config", "overrides"),
-    "training": ("dataset", "dataset_path", *CHOICES),
-    "data": ("sources",),
-}
+SAME_RUN = (
+    *(f"model.{name}" for name in ("name", "flavor", "config", "overrides")),
+    *(f"training.{name}" for name in ("dataset", "dataset_path", *CHOICES)),
+    "data.sources",
+)
 
 
 def check_place(loaded: Loaded) -> Iterator[Problem]:
@@ -171,20 +171,18 @@ def check_folder(loaded: Loaded) -> Iterator[Problem]:
         earlier = load_config(str(before)).config
     except (ConfigError, OSError):
         return  # from another version, for example
-    for section, names in SAME_RUN.items():
-        for name in names:
-            old = getattr(getattr(earlier, section), name)
-            new = getattr(getattr(config, section), name)
-            if name == "dataset" and config.training.dataset_path is not None:
-                continue  # which names the data instead
-            if old != new:
-                message = (
-                    f"has a run with another {section}.{name} ({old}, now {new}); use `--resume "
-                    f"none` to start a new run next to it, or set {key} to another folder, or to "
-                    f"this one to continue that run with the change"
-                )
-                yield loaded.problem(key, message)
-                return
+    for name in SAME_RUN:
+        old, new = earlier.value(name), config.value(name)
+        if name == "training.dataset" and config.training.dataset_path is not None:
+            continue  # which names the data instead
+        if old != new:
+            message = (
+                f"has a run with another {name} ({old}, now {new}); use `--resume none` to start a "
+                f"new run next to it, or set {key} to another folder, or to this one to continue "
+                "that run with the change"
+            )
+            yield loaded.problem(key, message)
+            return
 
 
 def check_training_data(loaded: Loaded) -> Iterator[Problem]:

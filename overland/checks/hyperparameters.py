@@ -83,16 +83,15 @@ def check_units(loaded: Loaded) -> Iterator[Problem]:
     """Checks that a setting with two forms is set in only one of them. torchtitan's files name a
     dataset and its path, and mean the path."""
     for key, other in IN_PLACE_OF.items():
-        section, name = key.split(".")
-        values = getattr(loaded.config, section)
-        value, also = getattr(values, name), getattr(values, other.partition(".")[2])
+        value, also = loaded.config.value(key), loaded.config.value(other)
+        is_path = key.endswith(".dataset_path")
         if value is None or not (loaded.is_set(other) or also != all_keys()[other].default):
             continue
-        if name == "dataset_path" and also == loaded.config.images.if_missing:
+        if is_path and also == loaded.config.images.if_missing:
             continue  # "random", as runs of the training stub recorded it
         message = f"{other} is set too ({loaded.where(other)}): remove one of them"
         kind: ProblemKind = "invalid"
-        if name == "dataset_path" and isinstance(also, str) and also in C4:
+        if is_path and isinstance(also, str) and also in C4:
             message, kind = f"the name in {other} has no effect", "note"
         yield loaded.problem(key, message, kind=kind)
 

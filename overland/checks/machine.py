@@ -36,28 +36,23 @@ def check_sharing(loaded: Loaded) -> Iterator[Problem]:
         return
     import torch
 
-    def problem(message: str, kind: ProblemKind) -> Problem:
-        return loaded.problem(RANKS_PER_DEVICE, message, kind=kind)
-
     if config.comm.backend == "nvshmem":
-        yield problem("nvshmem needs a device for each rank; set comm.backend to nccl", "invalid")
-    if config.training.device == "cpu":
-        yield problem(
-            "only GPUs are shared, and training.device = cpu; NGPU sets the number of CPU ranks",
-            "invalid",
-        )
-    elif not torch.cuda.is_available():
-        yield problem(
-            "only GPUs are shared, and this machine has none visible; NGPU sets the number of CPU "
-            "ranks",
-            "machine",
-        )
+        message = "nvshmem needs a device for each rank; set comm.backend to nccl"
+        yield loaded.problem(RANKS_PER_DEVICE, message)
+    message = ""
+    kind: ProblemKind = "machine"
+    if config.training.device == "cpu" or not torch.cuda.is_available():
+        kind = "invalid" if config.training.device == "cpu" else "machine"
+        why = "training.device = cpu" if kind == "invalid" else "this machine has none visible"
+        message = f"only GPUs are shared, and {why}; NGPU sets the number of CPU ranks"
     elif torch.version.hip is not None:
-        yield problem("is untested on AMD GPUs; start one rank per device", "machine")
+        message = "is untested on AMD GPUs; start one rank per device"
     elif not device_memory(torch.device("cuda", 0), value):
-        yield problem("leaves no memory of this GPU to each rank; lower it", "machine")
-    elif note := mps_note():
-        yield problem(note, "note")
+        message = "leaves no memory of this GPU to each rank; lower it"
+    elif message := mps_note():
+        kind = "note"
+    if message:
+        yield loaded.problem(RANKS_PER_DEVICE, message, kind=kind)
 
 
 def check_algorithms(loaded: Loaded) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overland.cli.common import complete_recipe, user_errors
-from overland.words import any_of, visible
+from overland.words import any_of, first_few, visible
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -150,8 +150,7 @@ def render(page: dict[str, Any], step: int, marks: bool = False) -> Text:
     text = Text()
     text.append(f"step {step}, row {page['row']} of {page['rows']}: ", style="bold")
     places = [place_of(one) for one in page["from"]]
-    more = f" and {len(places) - MOST_PLACES:,} more" if len(places) > MOST_PLACES else ""
-    text.append(f"{visible(', '.join(places[:MOST_PLACES]))}{more}\n")
+    text.append(f"{visible(first_few(places, MOST_PLACES))}\n")
     if "fields" in page:
         for name, words in page["fields"].items():
             text.append(f"{name}: {words}\n")

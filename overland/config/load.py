@@ -142,7 +142,10 @@ def load_config(
             paths.config, found = expand_adapter(paths.config, places, place)
             left_out += found
         if ("job", "dump_folder") not in places:
-            paths.config = in_own_folder(paths.config, path)
+            # Configs do not share a folder. The same file always means the same one, which is how a
+            # run resumes.
+            folder = f"{Job().dump_folder}/{path.stem}"
+            paths.config = paths.config.having({"job.dump_folder": folder})
     problems += [*refused, *over_refused, *given.problems, *left_out]
     loaded = Loaded(
         config=paths.config,
@@ -200,12 +203,6 @@ def with_sft_defaults(
         return config, []
     said = any_of([f"{key} = {show_value(value)}" for key, value in chosen.items()], "and")
     return config.having(chosen), [f"with sft.shape, the default is {said}"]
-
-
-def in_own_folder(config: JobConfig, path: Path) -> JobConfig:
-    """Returns the config with a run folder named after its file, so that configs do not share one.
-    The same file always means the same folder, which is how a run resumes."""
-    return config.having({"job.dump_folder": f"{Job().dump_folder}/{path.stem}"})
 
 
 def find_source(source: str | None, given: Arguments, env: Mapping[str, str]) -> tuple[Path, str]:

@@ -58,19 +58,22 @@ def read_file(path: Path, shown: str) -> Entries:
     """Returns the entries of a .toml, .yaml or .yml file; `shown` is its name in messages."""
     try:
         if path.stat().st_size > LARGEST_CONFIG:
-            message = f"larger than {LARGEST_CONFIG:,} bytes, too large for a config"
-            raise ConfigError([Problem(message, where=shown)])
+            raise _error(f"larger than {LARGEST_CONFIG:,} bytes, too large for a config", shown)
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte-order mark
     except UnicodeDecodeError as error:
         message = f"not a text file in UTF-8 (byte {error.start} cannot be read)"
-        raise ConfigError([Problem(message, where=shown)]) from None
+        raise _error(message, shown) from None
     except OSError as error:
-        raise ConfigError([Problem(f"cannot be read: {error.strerror}", where=shown)]) from None
+        raise _error(f"cannot be read: {error.strerror}", shown) from None
     if path.suffix == ".toml":
         return read_toml(text, shown)
     if path.suffix in SUFFIXES:
         return read_yaml(text, shown)
-    raise ConfigError([Problem("expected a file that ends in .toml, .yaml or .yml", where=shown)])
+    raise _error("expected a file that ends in .toml, .yaml or .yml", shown)
+
+
+def _error(message: str, where: str) -> ConfigError:
+    return ConfigError([Problem(message, where=where)])
 
 
 def read_toml(text: str, shown: str) -> Entries:
@@ -79,7 +82,7 @@ def read_toml(text: str, shown: str) -> Entries:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_toml_problem(str(error), text, shown)]) from None
     except ValueError as error:
-        raise ConfigError([Problem(f"not valid TOML: {error}", where=shown)]) from None
+        raise _error(f"not valid TOML: {error}", shown) from None
     return flatten(tree, index_lines(text), shown)
 
 
@@ -100,16 +103,16 @@ def read_yaml(text: str, shown: str) -> Entries:
         last = max(1, len(text.splitlines()))
         where = f"{shown}:{min(mark.line + 1, last)}" if mark else shown
         detail = error.problem or error.context or "cannot be read"
-        raise ConfigError([Problem(f"not valid YAML: {detail}", where=where)]) from None
+        raise _error(f"not valid YAML: {detail}", where) from None
     except RecursionError:
-        raise ConfigError([Problem(TOO_DEEP, where=shown)]) from None
+        raise _error(TOO_DEEP, shown) from None
     except ConfigError:
         raise
     except (yaml.YAMLError, *YAML_VALUE_ERRORS) as error:
         detail = (str(error).splitlines() or ["cannot be read"])[0]
-        raise ConfigError([Problem(f"not valid YAML: {detail}", where=shown)]) from None
+        raise _error(f"not valid YAML: {detail}", shown) from None
     if not isinstance(tree, dict):
-        raise ConfigError([Problem("expected sections with keys, as in `training:`", where=shown)])
+        raise _error("expected sections with keys, as in `training:`", shown)
     # `training:` with nothing below it is an empty section.
     return flatten({key: {} if v is None else v for key, v in tree.items()}, lines, shown)
 

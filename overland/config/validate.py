@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from overland.config.errors import ConfigError, Problem, show_value
-from overland.config.fields import find_key, nearest_key, sections
+from overland.config.fields import all_keys, find_key, nearest_key, sections
 from overland.config.schema import SWITCHES, JobConfig
 from overland.config.source import Entries, Entry, KeyPath, nest
 from overland.plugins import plugin
@@ -110,17 +110,12 @@ def _taught(message: str, path: KeyPath, entry: Entry) -> Problem:
     trainer."""
     name = path[-1]
     near = _nearest_inside(path) or nearest_key(".".join(("", *path)[-2:]))
-    if path == LOSS and near is not None and entry.value not in _choices(near):
+    if path == LOSS and near is not None and entry.value not in all_keys()[near].choices:
         near = "training.objective"
     same_name = near is not None and near.rpartition(".")[2] == name
     if (advice := plugin("dialects").lesson(name)) and not same_name:
         message, near = f"{message}; {advice}", None
     return Problem(message, entry.where, ".".join(path), entry.value, near)
-
-
-def _choices(key: str) -> list[str]:
-    found = find_key(tuple(key.split(".")))
-    return found.choices if found else []
 
 
 def _bad_paths(known: Entries) -> list[KeyPath]:

@@ -27,6 +27,7 @@ from overland.models.config import DecoderConfig
 from overland.models.draws import hash_bits, keys_of
 from overland.models.structure import Constant, Normal, Rule, Uniform, ties_of
 from overland.models.transform import added_rule
+from overland.words import first_few
 
 # The local part of a parameter: the tensor to fill, where it starts in each dim of the full
 # parameter, and the full shape.
@@ -181,10 +182,9 @@ def require_starts(model: nn.Module) -> None:
     """Raises if a model has a buffer that no `init_buffers()` is responsible for."""
     without = list(_without_start(model))
     if without:
-        name, owner = without[0]
-        more = f" and {len(without) - 1} more" if len(without) > 1 else ""
+        names, owner = first_few([name for name, _ in without]), without[0][1]
         raise ModelError(
-            f"nothing sets the values of the buffer {name}{more}: models are built on the meta "
+            f"nothing sets the values of the buffer {names}: models are built on the meta "
             f"device, so {type(owner).__name__}, or an enclosing module, needs a method "
             "init_buffers() that fills it"
         )

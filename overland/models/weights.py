@@ -31,6 +31,7 @@ from overland.models.nf4 import narrow_matrices
 from overland.models.registry import has_builder
 from overland.models.structure import Role, ties_of, walk_roles
 from overland.models.transform import added_rule
+from overland.words import first_few
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -70,13 +71,15 @@ def load_hf(
 
     missing = [name for name in wanted if source[name] not in file_of]
     if missing:
-        raise ModelError(f"{folder} lacks {_list(missing)}, which this model needs")
+        raise ModelError(f"{folder} lacks {first_few(missing)}, which this model needs")
     config = getattr(model, "config", None)
     if strict and has_builder(config):  # a module may keep another library's config there
         known = {*outline_of(config)[1], *source.values(), *ties}
         unexpected = [n for n in file_of if n not in known and not n.endswith("inv_freq")]
         if unexpected:
-            raise ModelError(f"{folder} has {_list(unexpected)}, which this model does not have")
+            raise ModelError(
+                f"{folder} has {first_few(unexpected)}, which this model does not have"
+            )
 
     vocabulary = vocabulary_matrices(model) if new_rows is not None else set()
     narrow = {plain_name(name): columns for name, columns in narrow_matrices(model).items()}
@@ -129,7 +132,7 @@ def read_index(index: Path) -> dict[str, str]:
             )
     absent = sorted({file for file in files if not (index.parent / file).is_file()})
     if absent:
-        raise ModelError(f"{index.parent} lacks {_list(absent)}, which its index names")
+        raise ModelError(f"{index.parent} lacks {first_few(absent)}, which its index names")
     return file_of
 
 
@@ -225,11 +228,6 @@ def _open(path: Path) -> Iterator[Any]:
         raise ModelError(f"cannot read {path} as safetensors: {error}") from error
     with tensors:
         yield tensors
-
-
-def _list(names: list[str]) -> str:
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from overland.checkpoint.folder import committed
-from overland.checkpoint.snapshot import tensors_in_words
 from overland.checkpoint.store import Outcome
 from overland.data.batch import Batch, digests
 from overland.data.ledger import Ledger
@@ -26,6 +25,7 @@ from overland.training.callbacks import Record
 from overland.training.run import Run
 from overland.training.state import save_run, saved_state
 from overland.training.stop import RETRY_AFTER_SIGNAL_SECONDS, Clock, StopRequest, Wish
+from overland.words import first_few
 from overland.world.heartbeat import Phase
 
 RETRY_SECONDS = 20.0  # between two attempts of the last save
@@ -110,7 +110,7 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
         if outcome.error:
             run.call("on_message", f"{outcome.path} was not saved: {outcome.error}")
         elif outcome.not_finite:
-            what = tensors_in_words(list(outcome.not_finite))
+            what = first_few(list(outcome.not_finite))
             run.call(
                 "on_message", f"NOT FINITE: {what}; kept as {outcome.path}, which is never resumed"
             )
@@ -181,7 +181,7 @@ def check_last_save(run: Run) -> None:
         )
     if last.not_finite:
         good = committed(run.store.folder)
-        names = tensors_in_words(list(last.not_finite))
+        names = first_few(list(last.not_finite))
         raise TrainingError(
             f"the state is no longer finite ({names}), and training cannot recover from that. It "
             f"is kept as {last.path}, which is never resumed. "

@@ -53,8 +53,7 @@ def changed_rate(step: int, before: Mapping[str, Any], config: JobConfig) -> str
     keys += [f"lr_scheduler.{name}" for name in type(config.lr_scheduler).model_fields]
     changes = []
     for key in keys:
-        section, _, name = key.partition(".")
-        old, new = (getattr(getattr(one, section), name) for one in (earlier, config))
+        old, new = earlier.value(key), config.value(key)
         if old != new:
             changes.append(f"{key} ({show_value(old)} → {show_value(new)})")
     note = (

@@ -24,13 +24,14 @@ import overland
 from overland.checkpoint.lazy import LEFT_OUT
 from overland.checkpoint.plan import State
 from overland.checkpoint.read import CheckpointReader
-from overland.checkpoint.snapshot import LargestValues, tensors_in_words
+from overland.checkpoint.snapshot import LargestValues
 from overland.config.schema import Debug
 from overland.errors import CheckpointError
 from overland.models.registry import lacks_hf_form, own_model_name
 from overland.parallel.sharding import named_buffers, named_parameters, shard_of
 from overland.training.run import Run
 from overland.training.schedule import learning_rate
+from overland.words import first_few
 
 
 def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
@@ -127,7 +128,7 @@ def check_finite(run: Run, path: Path, skip_optimizer: bool) -> None:
     found = LargestValues((name, shard_of(one)) for name, one in tensors if name in tested)
     if names := found.not_finite():
         raise CheckpointError(
-            f"{path} holds values that are not finite, in {tensors_in_words(names)}: training "
+            f"{path} holds values that are not finite, in {first_few(names)}: training "
             f"cannot continue from there"
         )
 

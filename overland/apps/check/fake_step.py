@@ -40,7 +40,7 @@ from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.models.flops import stage_costs
 from overland.models.registry import model_config
-from overland.models.structure import Inputs, Structure, find_module, structure_of, tie
+from overland.models.structure import Inputs, find_module, structure_of, tie
 from overland.objectives import give_objective, objective_for
 from overland.objectives.objective import Objective, count_of
 from overland.optimizers.elementwise import AdamW
@@ -94,7 +94,9 @@ def fake_steps(
     schedule = config.parallelism.pipeline_parallel_schedule
     costs = stage_costs(model_config(config.model))
     shares = deal_blocks(costs, degrees.pp * STAGES_PER_RANK[schedule])
-    kept = micro_batches_kept(schedule, degrees.pp, num_microbatches(config, degrees))
+    rows = rows_per_step(config.training, degrees.dp) // degrees.dp
+    num_microbatches = max(1, rows // config.parallelism.pipeline_parallel_microbatch_size)
+    kept = micro_batches_kept(schedule, degrees.pp, num_microbatches)
     steps, alike = [], dict[tuple[Any, ...], FakeStep]()
     for place, combinations in enumerate(kept):
         numbers = stages_of_rank(place, degrees.pp, schedule)
@@ -105,12 +107,6 @@ def fake_steps(
         alike[kind] = replace(step, seconds=0.0)
         steps.append(replace(step, rank=rank, activation_bytes=most_kept(step, combinations)))
     return steps
-
-
-def num_microbatches(config: JobConfig, degrees: Degrees) -> int:
-    """Returns the number of micro-batches of a pipeline in a step."""
-    rows = rows_per_step(config.training, degrees.dp) // degrees.dp
-    return max(1, rows // config.parallelism.pipeline_parallel_microbatch_size)
 
 
 def most_kept(step: FakeStep, combinations: Iterable[tuple[int, ...]]) -> int:
@@ -203,7 +199,8 @@ def stage_inputs(
     fields = fields_of_pass(architecture, config, degrees)
     first, others = Inputs(part).of(fields)
     structure = structure_of(part)
-    if structure.between is not None and not is_first_stage(part, structure):
+    has_start = all(find_module(part, path) is not None for path in structure.first_stage)
+    if structure.between is not None and not has_start:
         dtype = getattr(torch, config.training.mixed_precision_param)
         tokens = config.training.seq_len // degrees.cp
         shape = (len(first), *structure.between(tokens // degrees.tp))
@@ -226,11 +223,6 @@ def found_in_pass(
     with torch.no_grad(), objective.during(field, [part]), objective.finding(field) as found:
         part(first, **others)
     return {field: objective.completed(field, torch.cat(found), others)} if found else {}
-
-
-def is_first_stage(part: nn.Module, structure: Structure) -> bool:
-    """Returns whether the part is the first stage, or the whole model."""
-    return all(find_module(part, path) is not None for path in structure.first_stage)
 
 
 class Collectives(TorchDispatchMode):

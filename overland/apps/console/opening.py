@@ -16,7 +16,7 @@ from overland.run_folder import RunFolder
 from overland.training.fit import GIB, estimate
 from overland.training.memory import can_estimate
 from overland.training.records import precision_of
-from overland.words import in_columns, number_of
+from overland.words import first_few, in_columns, number_of
 from overland.world import World
 from overland.world.devices import device_memory, device_name
 
@@ -86,14 +86,16 @@ def precision_in_words(config: JobConfig) -> str:
 
 
 def data_in_words(config: JobConfig) -> str:
-    names = _some([name for name, one in sources_of(config).items() if one.asked.weight])
+    names = first_few(
+        [name for name, one in sources_of(config).items() if one.asked.weight], MOST_NAMES
+    )
     held_out = list(held_out_sources(config))
     if validates_on_holdout(config):
         holdout = config.data.holdout
         is_share = isinstance(holdout, float)
         share = f"{100 * holdout:.3g}%" if is_share else number_of(int(holdout), "document")
         held_out.insert(0, f"{share} of the training data")
-    return f"{names}; held out: {_some(held_out)}" if held_out else names
+    return f"{names}; held out: {first_few(held_out, MOST_NAMES)}" if held_out else names
 
 
 def memory_in_words(
@@ -118,8 +120,3 @@ def run_in_words(config: JobConfig, folder: RunFolder) -> str:
     resumes = config.checkpoint.enable and config.checkpoint.resume == "auto"
     found = committed(folder.checkpoints) if resumes else []
     return f"{folder.root}, resuming from {found[-1].name}" if found else str(folder.root)
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

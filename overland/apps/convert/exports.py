@@ -32,7 +32,7 @@ from overland.checkpoint.folder import list_checkpoints, set_aside, step_of
 from overland.checkpoint.lazy import LEFT_OUT, counting
 from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
-from overland.checkpoint.snapshot import Direct, tensors_in_words
+from overland.checkpoint.snapshot import Direct
 from overland.checkpoint.store import Stalled
 from overland.checkpoint.write import WrittenFile, build_index, write_files
 from overland.data.tokenizer_files import companions_in
@@ -41,6 +41,7 @@ from overland.files import Disk, Moved, ignore, publish
 from overland.run_folder import ADAPTERS, README, TOKENIZER, WRITTEN_BY, adapters_name
 from overland.training.run import Run
 from overland.training.state import learned_names, run_facts, saved_state
+from overland.words import first_few
 
 LINK_TIME = "%Y_%m%d_%H%M_%S"
 CARD = """---
@@ -74,7 +75,7 @@ def export_hf(run: Run) -> Path:
             store.pulse.wait()  # for the device or the CPU
             names = parts.not_finite()
             return (
-                f"{tensors_in_words(names)} holds values that are not finite" if names else "",
+                f"{first_few(names)} holds values that are not finite" if names else "",
                 written,
             )
         except OSError as problem:

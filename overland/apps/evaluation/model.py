@@ -54,7 +54,7 @@ from overland.models.registry import build_model, model_config, read_hf_config
 from overland.models.structure import ties_of
 from overland.models.weights import load_hf
 from overland.run_folder import COMMITTED, CONFIG, TOKENIZER
-from overland.words import any_of
+from overland.words import any_of, first_few
 from overland.world.devices import device_type
 
 
@@ -346,9 +346,8 @@ def _require_known(weights: dict[str, Lazy], architecture: DecoderConfig, path: 
     known = {*architecture.parameter_shapes(), *architecture.structure().ties}
     unexpected = [name for name in weights if name not in known]
     if unexpected:
-        more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
         raise CheckpointError(
-            f"{path} has {unexpected[0]}{more}, which its config.json does not include: give the "
+            f"{path} has {first_few(unexpected)}, which its config.json does not include: give the "
             "right one with --config"
         )
 

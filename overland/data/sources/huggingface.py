@@ -15,6 +15,7 @@ from overland.data.sources.columns import nearest_hint
 from overland.data.sources.source import SHOWN, inside_folder
 from overland.errors import ChoiceRequired, DataError
 from overland.files import LARGEST_CONFIG, parse_yaml, read_json
+from overland.words import first_few
 
 MOST_STARS = 4  # in a README's pattern
 SPLITS = {
@@ -165,8 +166,7 @@ def read_together(root: Path, files: Sequence[str]) -> str:
     folders = sorted({file.partition("/")[0] for file in files if "/" in file})
     if len(folders) < 2 or _configs(root / "README.md"):
         return ""
-    more = f" and {len(folders) - SHOWN:,} more" if len(folders) > SHOWN else ""
-    names = f"{', '.join(folders[:SHOWN])}{more}"
+    names = first_few(folders, SHOWN)
     return f"{len(folders):,} subsets are read together: {names}; set subset to read one of them"
 
 
