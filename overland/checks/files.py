@@ -275,7 +275,7 @@ def _unknown_dataset(loaded: Loaded, wanted: WantedSource) -> Iterator[Problem]:
         yield loaded.problem(key, f"no such dataset; expected {names}", name, nearest=f'"{near}"')
     else:
         where, folder = loaded.where(key), f"{data.folder}/{name}"
-        way_out = _commented_fetch(where, folder) or fetch_line(name, folder)
+        way_out = _way_out(where, folder, fetch_line(name, folder))
         message = (
             f"not on this machine{NAMES_THERE.get(name, '')}; {way_out}, or set "
             f"data.datasets.{name} or {wanted.path_key} to a folder"
@@ -294,17 +294,18 @@ def _missing(
 ) -> Problem:
     near = _near_path(Path(path).expanduser())
     where = loaded.where(key)
-    way_out = _commented_fetch(where, path, subset) or way_out or _comments_of_recipe(where)
+    way_out = _way_out(where, path, way_out, subset)
     can_be_fetched = bool(way_out) and near is None
     message = "no such file or folder" + (f"; {way_out}" if can_be_fetched else "")
     return Problem(message, where, key, path, near, "missing", can_be_fetched)
 
 
-def _commented_fetch(where: str, path: str, subset: str | None = None) -> str:
-    """Returns the command that fetches a path according to the comments of the file that sets it;
-    "" if they name none."""
+def _way_out(where: str, path: str, otherwise: str, subset: str | None = None) -> str:
+    """Returns how to get a path: the command in the comments of the file that sets it, or else
+    `otherwise`, or else, for a recipe, that its comments describe what no command can fetch."""
     name = where.rpartition(":")[0]
-    file = _recipe_at(where) or Path(name).expanduser()
+    recipe = recipe_path(name.removeprefix(RECIPE)) if name.startswith(RECIPE) else None
+    file = recipe or Path(name).expanduser()
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     for rest, to in FETCH.findall(text):
         with suppress(ValueError):  # unbalanced quotes
@@ -312,21 +313,10 @@ def _commented_fetch(where: str, path: str, subset: str | None = None) -> str:
             is_other_subset = subset is not None and "--subset" in words and subset not in words
             if Path(to) == Path(path) and not is_other_subset:
                 return f"`{command('overland', 'fetch', *words, '--to', to)}` fetches it"
-    return ""
-
-
-def _comments_of_recipe(where: str) -> str:
-    """Says where a recipe describes what no single command can fetch; "" for other configs."""
-    recipe = _recipe_at(where)
-    if recipe is None:
-        return ""
+    if otherwise or recipe is None:
+        return otherwise
     copy = command("overland", "init", recipe.stem)
     return f"the recipe's comments say how to get it (`{copy}` copies the recipe here)"
-
-
-def _recipe_at(where: str) -> Path | None:
-    name = where.rpartition(":")[0]
-    return recipe_path(name.removeprefix(RECIPE)) if name.startswith(RECIPE) else None
 
 
 def _near_path(path: Path) -> str | None:

@@ -29,7 +29,7 @@ from overland.config.arguments import (
 )
 from overland.config.errors import ConfigError, Problem, ProblemKind, show_value
 from overland.config.fields import is_current
-from overland.config.paths import Resolved, from_own_folder, resolve_paths
+from overland.config.paths import from_own_folder, resolve_paths
 from overland.config.schema import OLDER_WORDS, PAIR_DEFAULTS, SFT_DEFAULTS, Job, JobConfig
 from overland.config.source import SUFFIXES, Entries, KeyPath, Translated, overlay, read_file
 from overland.config.validate import check_switches, validate_entries
@@ -128,33 +128,32 @@ def load_config(
     # Keys with these problems are not in the config.
     config, left_out = check_expressions(config, places)
     config, sft_notes = with_sft_defaults(config, places)
-    paths = Resolved(config)
+    written: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if resolve:
-        paths = resolve_paths(config, env, lambda key: places.get(tuple(key.split(".")), shown))
-        paths.config, folder_notes = from_own_folder(paths.config, path, shown, places)
+        where = lambda key: places.get(tuple(key.split(".")), shown)
+        config, written, variables, unresolved = resolve_paths(config, env, where)
+        config, folder_notes = from_own_folder(config, path, shown, places)
         notes += folder_notes
-        left_out += paths.problems
-        if not paths.problems:
-            place = places.get(("model", "from"), shown)
-            paths.config, found = expand_from(paths.config, place)
+        left_out += unresolved
+        if not unresolved:
+            config, found = expand_from(config, where("model.from"))
             problems += found
-            place = places.get(("lora", "adapter"), shown)
-            paths.config, found = expand_adapter(paths.config, places, place)
+            config, found = expand_adapter(config, places, where("lora.adapter"))
             left_out += found
         if ("job", "dump_folder") not in places:
             # Configs do not share a folder. The same file always means the same one, which is how a
             # run resumes.
-            folder = f"{Job().dump_folder}/{path.stem}"
-            paths.config = paths.config.having({"job.dump_folder": folder})
+            config = config.having({"job.dump_folder": f"{Job().dump_folder}/{path.stem}"})
     problems += [*refused, *over_refused, *given.problems, *left_out]
     loaded = Loaded(
-        config=paths.config,
+        config=config,
         notes=notes + over_notes + sft_notes,
         source=shown,
         places=places,
         dropped=frozenset({*dropped, *(tuple(one.key.split(".")) for one in left_out)}),
-        written=paths.written,
-        variables=paths.variables,
+        written=written,
+        variables=variables,
         routine=file.routine,
         about=file.about,
     )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,37 +35,27 @@ Change = Callable[[str, str], str]
 """Maps the name of a key and its path to another path."""
 
 
-@dataclass
-class Resolved:
-    """A config with all variables in paths resolved, and the paths as they were written."""
-
-    config: JobConfig
-    written: dict[str, str] = field(default_factory=dict)
-    """The original text of the paths that changed, by key."""
-    variables: dict[str, str] = field(default_factory=dict)
-    """The variables in the paths, with their values."""
-    problems: list[Problem] = field(default_factory=list)
-
-
 def resolve_paths(
-    config: JobConfig, env: Mapping[str, str], where: Callable[[str], str] = lambda key: ""
-) -> Resolved:
+    config: JobConfig, env: Mapping[str, str], where: Callable[[str], str]
+) -> tuple[JobConfig, dict[str, str], dict[str, str], list[Problem]]:
     """Resolves variables and `~` in every key that holds a path; `where` returns where a key is
-    set."""
-    found = Resolved(config)
+    set. Returns the config; the original text of the paths that changed, by key; the variables in
+    them, with their values; and problems."""
+    written: dict[str, str] = {}
+    variables: dict[str, str] = {}
+    problems: list[Problem] = []
 
     def resolve(dotted: str, text: str) -> str:
         path, names, problem = expand(text, env)
         if problem:
-            found.problems.append(Problem(problem, where(dotted), dotted, text))
+            problems.append(Problem(problem, where(dotted), dotted, text))
             return text
-        found.variables |= {name: env[name] for name in names}
+        variables.update({name: env[name] for name in names})
         if path != text:
-            found.written[dotted] = text
+            written[dotted] = text
         return path
 
-    found.config = with_paths(config, resolve)
-    return found
+    return with_paths(config, resolve), written, variables, problems
 
 
 def with_literal_paths(config: JobConfig) -> JobConfig:
