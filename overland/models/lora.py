@@ -77,7 +77,11 @@ class LoRA(Transform):
                 block.forward = partial(forward_with_draws, block.forward, inside)
                 continue
             for names in SAME_INPUT:
-                put_together([find_module(block, name) for name in names])
+                alike = [find_module(block, name) for name in names]
+                adapters = [one for one in alike if isinstance(one, LoRALinear)]
+                together = Together(adapters) if len(adapters) > 1 else None
+                for adapter in adapters:
+                    adapter.together = together
 
     def targets(self, model: nn.Module) -> list[str]:
         """Returns the names of the modules that get adapters, in the model's order."""
@@ -314,14 +318,6 @@ def adapt(module: nn.Module, rank: int, scale: float, dora: bool = False) -> LoR
     module.register_parameter("lora_magnitude_vector", lengths)
     module.scale = scale
     return module
-
-
-def put_together(modules: Sequence[nn.Module | None]) -> None:
-    adapters = [one for one in modules if isinstance(one, LoRALinear)]
-    if len(adapters) > 1:
-        together = Together(adapters)
-        for adapter in adapters:
-            adapter.together = together
 
 
 def adapt_embedding(module: nn.Embedding, rank: int, scale: float) -> None:

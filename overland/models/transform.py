@@ -70,7 +70,19 @@ def register_transform(name: str, make: Callable[..., Transform] | None = None) 
 
 def make_transforms(wanted: Mapping[str, Mapping[str, Any]]) -> list[Transform]:
     """Makes the transforms of `[model.transforms.NAME]`, in the order of the config."""
-    return [_make(name, options) for name, options in wanted.items()]
+    found = []
+    for name, options in wanted.items():
+        if name not in _TRANSFORMS:
+            raise ModelError(f"there is no transform '{name}'{did_you_mean(name, _TRANSFORMS)}")
+        try:
+            made = _TRANSFORMS[name](**options)
+        except TypeError as error:
+            raise ModelError(f"the transform '{name}' cannot be created: {error}") from None
+        if not isinstance(made, Transform):
+            kind = type(made).__name__
+            raise ModelError(f"the transform '{name}' is a {kind}, expected a Transform")
+        found.append(made)
+    return found
 
 
 def apply_transforms(model: nn.Module, transforms: Sequence[Transform]) -> None:
@@ -111,18 +123,6 @@ def added_rule(model: nn.Module, name: str) -> Rule | None:
     """Returns how a parameter added by a transform starts; None for those of the model itself."""
     added: dict[str, Rule] = getattr(model, "_added", {})
     return added.get(name)
-
-
-def _make(name: str, options: Mapping[str, Any]) -> Transform:
-    if name not in _TRANSFORMS:
-        raise ModelError(f"there is no transform '{name}'{did_you_mean(name, _TRANSFORMS)}")
-    try:
-        made = _TRANSFORMS[name](**options)
-    except TypeError as error:
-        raise ModelError(f"the transform '{name}' cannot be created: {error}") from None
-    if not isinstance(made, Transform):
-        raise ModelError(f"the transform '{name}' is a {type(made).__name__}, expected a Transform")
-    return made
 
 
 _TRANSFORMS: dict[str, Callable[..., Transform]] = {}

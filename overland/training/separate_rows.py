@@ -221,15 +221,12 @@ def tolerance(run: Run, by_dtype: Mapping[str, float], otherwise: float) -> floa
 
 def said(run: Run, rows: int, found: Difference) -> str:
     ranks = run.mesh.dp_size
-    by = "" if math.isnan(found.by) else f" (the gradients differ by {percent(found.by)})"
+    share = f"{100 * found.by:.2g}%" if found.by < 1 else "100% or more"
+    by = "" if math.isnan(found.by) else f" (the gradients differ by {share})"
     return (
         f"the loss of {rows} rows is {found.together / ranks:.6g} in one pass, and "
         f"{found.apart / ranks:.6g} in two{by}"
     )
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.2g}%" if share < 1 else "100% or more"
 
 
 @contextmanager
