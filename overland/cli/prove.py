@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,7 @@ from overland.apps.progress import progress_bar
 from overland.cli.common import user_errors
 
 if TYPE_CHECKING:
+    from overland.apps.proofs.evidence import Evidence
     from overland.apps.proofs.layouts import ProofLayout
     from overland.config.errors import ConfigError
 
@@ -74,40 +76,22 @@ def layout(
     check_device(device, ranks_per_device)
     chosen = parsed(layouts, {"short": SHORT, "all": LAYOUTS, "five": FIVE_AXES})
     settings = settings_of(config)
-    is_own = settings is not None and "own" in settings
+    is_own = settings is not None and "name" in settings["model"]
     if is_own and layouts == "short":
         chosen = parsed(OWN, {})
     check_sharing(device, chosen, ranks_per_device)
     evidence = Evidence(table, HEAD, keys=(0, 2))
-    pool = RankPool(device)
-    wrong = refused = 0
-    if not as_json:
-        print(f"{'layout':<44}{'ranks':>5}  {'loss':>8}  {'norm':>8}  {'held out':>8}  verdict")
-    try:
-        todo = [one for one in chosen if not evidence.holds(one.name, dtype)]
-        for verdict in prove_layouts(todo, pool, dtype, steps, settings):
-            is_refused = is_own and verdict.is_refused  # which is no mistake
-            refused += is_refused
-            wrong += not verdict.is_equal and not is_refused
-            evidence.add(*verdict.cells())
-            if as_json:
-                print(json.dumps(verdict.to_json()), flush=True)
-                continue
-            said = "equal" if verdict.is_equal else f"DIFFERS {verdict.error}"
-            if is_refused:
-                said = f"refused: {verdict.error.partition(': ')[2]}"
-            print(
-                f"{verdict.layout:<44}{verdict.ranks:>5}  {verdict.loss_difference:>8.1e}  "
-                f"{verdict.norm_difference:>8.1e}  {verdict.validation_difference:>8.1e}  {said}",
-                flush=True,
-            )
-    finally:
-        pool.close()
+    todo = [one for one in chosen if not evidence.holds(one.name, dtype)]
+    with closing(RankPool(device)) as pool:
+        head = f"{'layout':<44}{'ranks':>5}  {'loss':>8}  {'norm':>8}  {'held out':>8}  verdict"
+        verdicts = prove_layouts(todo, pool, dtype, steps, settings)
+        found = shown(verdicts, evidence, as_json, head)
+    equal = sum(one.is_equal for one in found)
+    wrong = len(found) - equal - sum(one.is_refused for one in found if is_own)
     if not as_json:
         limits = f"{TOLERANCES[dtype]:g} (losses) and {NORM_TOLERANCES[dtype]:g} (gradient norm)"
         if device == "cuda":
             limits = "a few times what one rank differs from itself row by row"
-        equal = len(todo) - wrong - refused
         print(f"\n{equal} of {len(todo)} layouts equal one process within {limits}.")
     if wrong:
         print(f"{wrong} of {len(todo)} layouts differ from one process.", file=sys.stderr)
@@ -138,23 +122,10 @@ def resume(
     check_sharing(device, chosen, ranks_per_device)
     evidence = Evidence(table, HEAD, keys=(0, 1))
     todo = [(a, b) for a, b in pairs(chosen) if not evidence.holds(a.name, b.name)]
-    pool, wrong = RankPool(device), 0
-    if not as_json:
-        print(f"{'saved by':<28}{'resumed by':<28}{'loss':>8}  {'norm':>8}  verdict")
-    try:
-        for resumed in prove_resumes(todo, pool):
-            wrong += not resumed.is_equal
-            evidence.add(*resumed.cells())
-            if as_json:
-                print(json.dumps(resumed.to_json()), flush=True)
-                continue
-            print(
-                f"{resumed.before:<28}{resumed.after:<28}{resumed.loss_difference:>8.1e}  "
-                f"{resumed.norm_difference:>8.1e}  {resumed.verdict}",
-                flush=True,
-            )
-    finally:
-        pool.close()
+    with closing(RankPool(device)) as pool:
+        head = f"{'saved by':<28}{'resumed by':<28}{'loss':>8}  {'norm':>8}  verdict"
+        found = shown(prove_resumes(todo, pool), evidence, as_json, head)
+    wrong = sum(not one.is_equal for one in found)
     if not as_json:
         print(f"\n{len(todo) - wrong} of {len(todo)} equal an unbroken run within {TOLERANCE:g}.")
     if wrong:
@@ -210,6 +181,18 @@ def data(
         print("\n".join(verdict.page()))
     if not verdict.holds:
         raise typer.Exit(1)
+
+
+def shown(verdicts: Iterable[Any], evidence: Evidence, as_json: bool, head: str) -> list[Any]:
+    """Prints each verdict when it is known, adds it to the table of evidence, and returns all."""
+    if not as_json:
+        print(head)
+    found = []
+    for verdict in verdicts:
+        found.append(verdict)
+        evidence.add(*verdict.cells())
+        print(json.dumps(verdict.to_json()) if as_json else verdict.line(), flush=True)
+    return found
 
 
 def parsed(layouts: str, named: Mapping[str, list[ProofLayout]]) -> list[ProofLayout]:

@@ -19,8 +19,8 @@ def test_the_kind_of_a_built_in_model_is_taken(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\nname = "qwen3"\nflavor = "0.6B"\n')
     settings = settings_of(str(tmp_path / "run.toml"))
     assert settings is not None
-    assert settings["model"]["model_type"] == "qwen3"
-    assert settings["model"]["tie_word_embeddings"] is True
+    assert settings["architecture"]["model_type"] == "qwen3"
+    assert settings["architecture"]["tie_word_embeddings"] is True
 
 
 def test_adapters_and_preferences_are_taken(tmp_path: Path) -> None:

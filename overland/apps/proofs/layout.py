@@ -18,7 +18,15 @@ from random import Random
 from string import ascii_letters
 from typing import Any, NamedTuple
 
-from overland.apps.proofs.layouts import KINDS, PAIRS, ROW_BY_ROW, WAYS, ProofLayout, Sections
+from overland.apps.proofs.layouts import (
+    ARCHITECTURE,
+    KINDS,
+    PAIRS,
+    ROW_BY_ROW,
+    WAYS,
+    ProofLayout,
+    Sections,
+)
 from overland.apps.proofs.pool import RankPool
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError, Problem
@@ -122,6 +130,12 @@ class LayoutVerdict:
         """Whether the model cannot be trained in this layout, and says so."""
         return self.error.startswith(("overland.errors.ModelError", "overland.errors.Objective"))
 
+    @property
+    def verdict(self) -> str:
+        if self.is_refused:
+            return f"refused: {self.error.partition(': ')[2]}"
+        return "equal" if self.is_equal else f"differs {self.error}".strip()
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "bounds": self.bounds._asdict(), "equal": self.is_equal}
 
@@ -134,8 +148,15 @@ class LayoutVerdict:
             f"{self.loss_difference:.1e}",
             f"{self.norm_difference:.1e}",
             f"{self.validation_difference:.1e}",
-            "equal" if self.is_equal else f"differs {self.error}",
+            self.verdict,
         ]
+
+    def line(self) -> str:
+        """A line of the terminal."""
+        return (
+            f"{self.layout:<44}{self.ranks:>5}  {self.loss_difference:>8.1e}  "
+            f"{self.norm_difference:>8.1e}  {self.validation_difference:>8.1e}  {self.verdict}"
+        )
 
 
 Curve = list[tuple[float, ...]]
@@ -177,22 +198,20 @@ def prove_layouts(
                     bounds = spread_bounds(found, alone, dtype)
                 references[layout.kinds] = alone, bounds
             (steps_alone, held_out_alone), bounds = references[layout.kinds]
+            found, failure, nodes = [], "", layout.num_nodes
             try:
-                nodes = layout.num_nodes
                 found = pool.run(layout.num_ranks, curves, job_of(layout), num_nodes=nodes)
             except AssertionError as error:
-                yield LayoutVerdict(
-                    layout.name, layout.num_ranks, dtype, 1.0, 1.0, 1.0, bounds, last_line(error)
-                )
-                continue
+                failure = last_line(error)
         yield LayoutVerdict(
             layout.name,
             layout.num_ranks,
             dtype,
-            max(difference(got, steps_alone, 0) for got, _ in found),
-            max(difference(got, steps_alone, 1) for got, _ in found),
-            max(difference(got, held_out_alone, 0) for _, got in found),
+            max((difference(got, steps_alone, 0) for got, _ in found), default=1.0),
+            max((difference(got, steps_alone, 1) for got, _ in found), default=1.0),
+            max((difference(got, held_out_alone, 0) for _, got in found), default=1.0),
             bounds,
+            failure,
         )
 
 
@@ -229,9 +248,7 @@ def curves(world: World, config: JobConfig) -> Curves:
 
     import_custom(config)
     kind = device_type(config.training.device)
-    device = (
-        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    )
+    device = torch.device(kind if kind == "cpu" else f"{kind}:{torch.cuda.current_device()}")
     run = build_run(config, world, device, log_ranks=())
     run.callbacks = [Recorder(run)]
     train(run)
@@ -277,7 +294,7 @@ def talk_data(folder: Path, pairs: bool) -> Sections:
         "training": {"dataset_path": str(folder / "talks.jsonl")},
         "validation": {"dataset_path": str(folder / "held_out_talks.jsonl")},
         "data": {"folder": str(folder)},
-        "assets": {"hf_assets_path": str(folder)},
+        "model": {"hf_assets_path": str(folder)},
     }
 
 
@@ -340,19 +357,15 @@ def proof_job(
         _merge(job, {"parallelism": degrees})
     if "sft" in job:
         _merge(job, talk_data(folder / "talks", pairs="preference" in job))
-    own, changes = job.pop("own", None), job.pop("model", {})
+    changes, own = job.pop(ARCHITECTURE, {}), job.get("model", {}).get("name")
     if own and changes:
-        message = f"{', '.join(kinds)} changes a plain decoder, and {own['name']} is a custom model"
+        message = f"{', '.join(kinds)} changes a plain decoder, and {own} is a custom model"
         raise ConfigError([Problem(message, "command line", "--layouts")])
-    more = {key: value for name in ("freeze", "sparse", "transforms", "assets")
-            for key, value in job.pop(name, {}).items()}  # fmt: skip
-    job["model"] = {
-        **(
-            own
-            or {"config": str(_model_file(folder, (TINY if device == "cpu" else LARGER) | changes))}
-        ),
-        **more,
-    }
+    if not own:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "config.json"
+        path.write_text(json.dumps((TINY if device == "cpu" else LARGER) | changes))
+        _merge(job, {"model": {"config": str(path)}})
     return JobConfig.model_validate(job)
 
 
@@ -366,11 +379,8 @@ def difference(got: Curve, expected: Curve, which: int) -> float:
 
 def _own_sections(config: JobConfig, architecture: Any) -> Sections:
     """Returns the sections that name a custom model and, if it takes arrays, its data."""
-    keys = ("name", "flavor", "config", "overrides")
-    found: Sections = {
-        "own": {key: getattr(config.model, key) for key in keys},
-        "freeze": {"freeze": config.model.freeze},
-    }
+    keys = ("name", "flavor", "config", "overrides", "freeze")
+    found: Sections = {"model": {key: getattr(config.model, key) for key in keys}}
     if sample_fields(architecture) is None:
         if getattr(architecture, "vocab_size", 0) < TINY["vocab_size"]:
             message = f"the proof needs a vocabulary of at least {TINY['vocab_size']} tokens"
@@ -384,13 +394,6 @@ def _own_sections(config: JobConfig, architecture: Any) -> Sections:
     found["validation"] = {"enable": True, "dataset": name, "freq": STEPS // 2, "steps": 2,
                            "allow_training_data": True}  # fmt: skip
     return found
-
-
-def _model_file(folder: Path, model: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps(model))
-    return path
 
 
 def _merge(job: Sections, change: Sections) -> None:
@@ -419,17 +422,16 @@ def settings_of(source: str | None) -> Sections | None:
         "data": {"document_mask": config.data.document_mask},
         "optimizer": {"name": config.optimizer.name, "options": config.optimizer.options},
         "debug": {"seed": config.debug.seed},
+        "model": {"transforms": config.model.transforms},
     }
+    if config.model.sparse is not None:
+        settings["model"]["sparse"] = config.model.sparse.model_dump()
     if config.lora.rank:
         kind = {key: getattr(config.lora, key) for key in LORA_KINDS}
         settings["lora"] = {**kind, "rank": min(config.lora.rank, 4)}
     if config.training.objective != AUTO:
         keys = ("objective", "objective_options")
         settings["training"] = {key: getattr(config.training, key) for key in keys}
-    if config.model.transforms:
-        settings["transforms"] = {"transforms": config.model.transforms}
-    if config.model.sparse is not None:
-        settings["sparse"] = {"sparse": config.model.sparse.model_dump()}
     if config.preference.loss != "off":
         _merge(settings, {**PAIRS, "preference": config.preference.model_dump()})
     elif config.sft.shape != "off":
@@ -438,11 +440,10 @@ def settings_of(source: str | None) -> Sections | None:
         settings["compile"]["backend"] = "aot_eager"
     architecture = model_config(config.model)
     if own_model_name(architecture):  # a plain decoder of its sizes would prove nothing
-        for section, values in _own_sections(config, architecture).items():
-            _merge(settings, {section: values})
+        _merge(settings, _own_sections(config, architecture))
         return settings
     hf = architecture.to_hf()
-    settings["model"] = {key: hf[key] for key in MODEL_KINDS if key in hf}
+    settings[ARCHITECTURE] = {key: hf[key] for key in MODEL_KINDS if key in hf}
     if hf.get("sliding_window"):
-        settings["model"]["sliding_window"] = 9
+        settings[ARCHITECTURE]["sliding_window"] = 9
     return settings

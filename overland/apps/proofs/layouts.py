@@ -53,16 +53,17 @@ PAIRS: Sections = {
     "data": {"packing": "trunc"},
 }
 
-# What is computed: the reference changes too.
+# What is computed: the reference changes too. ARCHITECTURE has keys of the model's config.json.
+ARCHITECTURE = "architecture"
 KINDS: dict[str, Sections] = {
-    "tied": {"model": {"tie_word_embeddings": True}},
-    "uneven": {"model": {"num_hidden_layers": 5}},
+    "tied": {ARCHITECTURE: {"tie_word_embeddings": True}},
+    "uneven": {ARCHITECTURE: {"num_hidden_layers": 5}},
     "documents": {"data": {"document_mask": True}},
-    "window": {"model": {"model_type": "mistral", "sliding_window": 9}},
-    "qknorm": {"model": {"model_type": "qwen3"}},
-    "bias": {"model": {"model_type": "qwen2"}},
-    "layernorm": {"model": {"norm_type": "layernorm"}},
-    "frozen": {"freeze": {"freeze": ["*q_proj*", "*embed_tokens*", "*input_layernorm*"]}},
+    "window": {ARCHITECTURE: {"model_type": "mistral", "sliding_window": 9}},
+    "qknorm": {ARCHITECTURE: {"model_type": "qwen3"}},
+    "bias": {ARCHITECTURE: {"model_type": "qwen2"}},
+    "layernorm": {ARCHITECTURE: {"norm_type": "layernorm"}},
+    "frozen": {"model": {"freeze": ["*q_proj*", "*embed_tokens*", "*input_layernorm*"]}},
     "lora": {"lora": {"rank": 4, "targets": "all-linear", "dropout": 0.2}},
     "rslora": {
         "lora": {
@@ -79,14 +80,14 @@ KINDS: dict[str, Sections] = {
     "dpo": {**PAIRS, "preference": {"loss": "dpo"}, "lora": {"rank": 4, "targets": "all-linear"}},
     "dpocopy": {**PAIRS, "preference": {"loss": "dpo"}},
     "orpo": {**PAIRS, "preference": {"loss": "orpo"}},
-    "sparse": {"sparse": {"sparse": {"refresh": 2, "exclude": ["k_proj"]}}},
+    "sparse": {"model": {"sparse": {"refresh": 2, "exclude": ["k_proj"]}}},
     "vit": {
-        "own": {"name": "vit_mae", "flavor": "debug"},
+        "model": {"name": "vit_mae", "flavor": "debug"},
         "training": {"dataset": "shapes"},
         "validation": {"dataset": "shapes_heldout", "dataset_path": None, "steps": 2},
     },
     "float8": {"training": {"float8": "tensorwise"}},
-    "frozenstage": {"freeze": {"freeze": ["*embed_tokens*", "model.layers.[012].*"]}},
+    "frozenstage": {"model": {"freeze": ["*embed_tokens*", "model.layers.[012].*"]}},
 }
 
 

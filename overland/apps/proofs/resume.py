@@ -72,6 +72,13 @@ class Resumed:
         differences = f"{self.loss_difference:.1e}", f"{self.norm_difference:.1e}"
         return [f"`{self.before}`", f"`{self.after}`", *differences, self.verdict]
 
+    def line(self) -> str:
+        """A line of the terminal."""
+        return (
+            f"{self.before:<28}{self.after:<28}{self.loss_difference:>8.1e}  "
+            f"{self.norm_difference:>8.1e}  {self.verdict}"
+        )
+
 
 def pairs(layouts: Sequence[ProofLayout]) -> list[tuple[ProofLayout, ProofLayout]]:
     return [(before, after) for before in layouts for after in layouts]
