@@ -77,21 +77,12 @@ HELP: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def add_help(app: typer.Typer, above: str = "") -> None:
     """Adds the line and the examples to every verb."""
-    for command in app.registered_commands:
-        name = command.name or getattr(command.callback, "__name__", "")
-        line, examples = HELP[f"{above}{name}"]
-        command.short_help, command.epilog = line, _epilog(examples)
-    for group in app.registered_groups:
-        _add_line(group, HELP[str(group.name)][0])
-        if group.typer_instance is not None:
-            add_help(group.typer_instance, f"{group.name} ")
-
-
-def _add_line(group: Any, line: str) -> None:
-    group.short_help = line
-
-
-def _epilog(examples: tuple[str, ...]) -> str | None:
-    if not examples:
-        return None
-    return "\b\nExamples:\n" + "\n".join(f"  {one}" for one in examples)  # \b: keep the lines
+    info: Any
+    for info in app.registered_commands:
+        name = info.name or getattr(info.callback, "__name__", "")
+        info.short_help, examples = HELP[f"{above}{name}"]
+        if examples:  # \b: keep the lines
+            info.epilog = "\b\nExamples:\n" + "\n".join(f"  {one}" for one in examples)
+    for info in app.registered_groups:
+        info.short_help, _ = HELP[info.name]
+        add_help(info.typer_instance, f"{info.name} ")

@@ -57,9 +57,9 @@ TRANSFORM_SET = ("dataset", "transforms", "set")
 PADS = ("dataset.transforms.H_pad", "dataset.transforms.W_pad")
 TRANSFORMS = "these transforms are disabled"
 NORMS = (("instance_norm",), ("uses_instance_norm",))
+DROPS = ("dataset.drop_last", "dataset.drop_last_in_sampler", "dataset.drop_last_in_loader")
 SWITCHES = (
-    "dist.cpu_only", "misc.cpu_only", "misc.uses_mixed_precision", "model.from_scratch",
-    "dataset.drop_last", "dataset.drop_last_in_sampler", "dataset.drop_last_in_loader",
+    "dist.cpu_only", "misc.cpu_only", "misc.uses_mixed_precision", "model.from_scratch", *DROPS
 )  # fmt: skip
 STATE_DICTS = ("full", "sharded", "shard", "local")
 NEVER = 1_000_000_000  # steps between saves
@@ -117,14 +117,17 @@ class Stub(Draft):
             self.put(today, value, first)
         self.became(self.first, ABOUT)
         self._model()
-        for path, entry in self.given.items():
-            self._one(path, entry)
+        for path, one in self.given.items():
+            self._one(path, one)
         if path_of("training.steps") in self.above:  # they override the file's epochs
             self.entries.pop(path_of("training.epochs"), None)
-        for function, keys in LATER.items():
-            given = {key: one for key in keys.split() if (one := self.get(key)) is not None}
+        for key, function in LATER.items():
+            if (entry := self.get(key)) is not None:
+                function(self, key, entry)
+        for translate, keys in TOGETHER.items():
+            given = {key: one for key in keys if (one := self.get(key)) is not None}
             if given:
-                function(self, given)
+                translate(self, given)
         if path_of("training.dataset_path") in self.entries:
             del self.entries["training", "dataset"]  # images.if_missing says what replaces the list
         return self.finish(f"{self.first.where}: {ABOUT}")
@@ -158,7 +161,7 @@ class Stub(Draft):
                 self.refuse(key, entry, example)
         elif path[:3] == TRANSFORM_SET:
             self._transform(path[3:], key, entry)
-        elif key in (*PADS, *TRANSLATED_LATER):
+        elif key in TRANSLATED_LATER:
             pass
         elif key in RENAMED and entry.value is None:
             self.without_meaning(key, entry, UNSET)
@@ -193,10 +196,9 @@ class Stub(Draft):
                 text = "dataset.transforms.set.pad, H_pad and W_pad are now images.pad"
                 self.became(entry, text)
 
-    def _steps(self, given: Given) -> None:
+    def _steps(self, key: str, entry: Entry) -> None:
         """Sets the length of the run; the stub ends after its epochs, however long the schedule
         is."""
-        ((key, entry),) = given.items()
         today = {"lr_scheduler.total_steps": entry.value}
         if not self.decided("training.epochs"):
             today["training.steps"] = entry.value
@@ -212,9 +214,8 @@ class Stub(Draft):
         text = "dataset.input.C, H and W are now images.shape, for random tensors"
         self.became(first, text)
 
-    def _channels(self, given: Given) -> None:
+    def _channels(self, key: str, entry: Entry) -> None:
         """Refuses a number of channels that is not the model's."""
-        ((key, entry),) = given.items()
         settings = {**self.entries, **self.above}
         taken = settings.get(("model", "overrides", "num_channels"))
         if taken is not None:
@@ -238,9 +239,8 @@ class Stub(Draft):
             f'= "{how}", for the whole run: batches continue across segments and epochs',
         )
 
-    def _saves(self, given: Given) -> None:
+    def _saves(self, key: str, entry: Entry) -> None:
         """Sets saving and validation; the stub validates when it saves, and keeps the best."""
-        ((key, entry),) = given.items()
         if entry.value is None:
             text = "null saves only after the last step and when stopped, and does not validate"
             self.became(entry, f"{key}: {text}")
@@ -254,9 +254,8 @@ class Stub(Draft):
             }  # fmt: skip
         self.change(key, entry, today)
 
-    def _accumulation(self, given: Given) -> None:
+    def _accumulation(self, key: str, entry: Entry) -> None:
         """Refuses accumulation, since the batch also depends on the unknown number of devices."""
-        ((key, entry),) = given.items()
         size = self.get("dataset.batch_size")
         if is_one_of(entry.value, [None, 1]):
             self.without_meaning(key, entry, "there is no accumulation")
@@ -271,8 +270,7 @@ class Stub(Draft):
                 f"to {local} × {entry.value} × the number of data-parallel devices",
             )
 
-    def _from_scratch(self, given: Given) -> None:
-        ((key, entry),) = given.items()
+    def _from_scratch(self, key: str, entry: Entry) -> None:
         has_weights = self.decided("checkpoint.initial_load_path")
         if entry.value is True and has_weights:
             reason = "checkpoint.pretrain sets initial weights; remove it, or set this to false"
@@ -287,26 +285,22 @@ class Stub(Draft):
             reason = "checkpoint.initial_load_path sets the initial weights"
             self.without_meaning(key, entry, reason)
 
-    def _device(self, given: Given) -> None:
+    def _device(self, key: str, entry: Entry) -> None:
         cpu = {"comm.backend": "gloo", "training.device": "cpu"}
-        for key, entry in given.items():
-            today = cpu if entry.value is True else {}
-            self.change(key, entry, today, "GPUs are used if there are any")
+        today = cpu if entry.value is True else {}
+        self.change(key, entry, today, "GPUs are used if there are any")
 
-    def _precision(self, given: Given) -> None:
-        ((key, entry),) = given.items()
+    def _precision(self, key: str, entry: Entry) -> None:
         today = {"training.mixed_precision_param": "float32"} if entry.value is False else {}
         self.change(key, entry, today, "training.mixed_precision_param sets the type")
 
-    def _updates(self, given: Given) -> None:
-        ((key, entry),) = given.items()
+    def _updates(self, key: str, entry: Entry) -> None:
         same = "the learning rate is updated at every step"
         advice = "set this to 1, and count warmup_iterations and total_iterations in steps"
         self.expect(key, entry, [None, 1], f"{same}; {advice}", same)
 
-    def _form_of_checkpoints(self, given: Given) -> None:
+    def _form_of_checkpoints(self, key: str, entry: Entry) -> None:
         """Sets the form of checkpoints, except for the keys of it that the file sets itself."""
-        ((key, entry),) = given.items()
         if entry.value not in (None, *STATE_DICTS):
             self.refuse(key, entry, f"expected {any_of(list(STATE_DICTS))}")
             return
@@ -334,25 +328,26 @@ class Stub(Draft):
             )
 
 
-# Keys that depend on others, and are translated after all of them. Each function gets those of its
-# keys that the file has.
-LATER: dict[Callable[[Stub, Given], None], str] = {
-    Stub._steps: "lr_scheduler.total_iterations",
-    Stub._images: "dataset.input.C dataset.input.H dataset.input.W",
-    Stub._channels: "dataset.num_channels",
-    Stub._last_batch: (
-        "dataset.drop_last dataset.drop_last_in_sampler dataset.drop_last_in_loader"
-    ),
-    Stub._saves: "checkpoint.chkpt_saving_iterations",
-    Stub._device: "dist.cpu_only misc.cpu_only",
-    Stub._precision: "misc.uses_mixed_precision",
-    Stub._updates: "lr_scheduler.scheduler_update_iterations",
-    Stub._form_of_checkpoints: "checkpoint.state_dict_type",
-    Stub._accumulation: "loss.grad_accum_steps",
-    Stub._from_scratch: "model.from_scratch",
-    Stub._folder: "checkpoint.directory checkpoint.prefix",
+# Keys that depend on others, and are translated after all of them.
+LATER: dict[str, Callable[[Stub, str, Entry], None]] = {
+    "lr_scheduler.total_iterations": Stub._steps,
+    "lr_scheduler.scheduler_update_iterations": Stub._updates,
+    "dataset.num_channels": Stub._channels,
+    "checkpoint.chkpt_saving_iterations": Stub._saves,
+    "checkpoint.state_dict_type": Stub._form_of_checkpoints,
+    "dist.cpu_only": Stub._device,
+    "misc.cpu_only": Stub._device,
+    "misc.uses_mixed_precision": Stub._precision,
+    "loss.grad_accum_steps": Stub._accumulation,
+    "model.from_scratch": Stub._from_scratch,
 }
-TRANSLATED_LATER = frozenset(" ".join(LATER.values()).split())
+# The same for keys that are translated together.
+TOGETHER: dict[Callable[[Stub, Given], None], tuple[str, ...]] = {
+    Stub._images: ("dataset.input.C", "dataset.input.H", "dataset.input.W"),
+    Stub._last_batch: DROPS,
+    Stub._folder: ("checkpoint.directory", "checkpoint.prefix"),
+}
+TRANSLATED_LATER = frozenset({*LATER, *PADS}.union(*TOGETHER.values()))
 
 
 def is_size(path: KeyPath) -> bool:

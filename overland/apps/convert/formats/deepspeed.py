@@ -127,7 +127,7 @@ class _Zero:
     def _parameters(self, vectors: list[list[Stored]]) -> Iterator[tuple[str, Lazy]]:
         shapes: list[dict[str, Shape]] = self.states[0]["param_shapes"]
         if self.stage == 3:
-            yield from self._across_ranks(shapes, [_Vector(own) for own in vectors])
+            yield from self._across_ranks(shapes, vectors)
             return
         for group, named in enumerate(shapes):
             yield from self._in_order(group, named, [own[group] for own in vectors])
@@ -139,15 +139,15 @@ class _Zero:
         # piece is.
         paddings = self.optimizers[0].get("param_alignment_paddings") or []
         has_gaps = any(any(padding) for padding in paddings)
-        vector, place = _Vector(own), 0
+        total, place = sum(piece.numel for piece in own), 0
         for name, shape in named.items():
             count = math.prod(shape)
-            parts = self._fragments(group, name, own) if has_gaps else vector.take(place, count)
+            parts = self._fragments(group, name, own) if has_gaps else _take(own, place, count)
             place += count
             yield name, Joined(tuple(shape), own[0].dtype, parts)
-        if not has_gaps and vector.count - place >= 2 * self.world:
+        if not has_gaps and total - place >= 2 * self.world:
             raise CheckpointError(
-                f"{self.folder}: group {group} has {vector.count} elements, but its parameters "
+                f"{self.folder}: group {group} has {total} elements, but its parameters "
                 f"need {place}; the files do not belong together"
             )
 
@@ -160,52 +160,43 @@ class _Zero:
         return parts
 
     def _across_ranks(
-        self, shapes: list[dict[str, Shape]], ranks: list[_Vector]
+        self, shapes: list[dict[str, Shape]], ranks: list[list[Stored]]
     ) -> Iterator[tuple[str, Lazy]]:
         place = 0
         for name, shape in (one for named in shapes for one in named.items()):
             count = math.prod(shape)
             each = math.ceil(count / self.world)
             parts: list[Stored] = []
-            for rank, vector in enumerate(ranks):
-                parts += vector.take(place, max(0, min(each, count - rank * each)))
+            for rank, own in enumerate(ranks):
+                parts += _take(own, place, max(0, min(each, count - rank * each)))
             place += each
-            yield name, Joined(tuple(shape), ranks[0].dtype, parts)
+            yield name, Joined(tuple(shape), ranks[0][0].dtype, parts)
 
     def _frozen(self) -> Iterator[tuple[str, Lazy]]:
         shapes: dict[str, Shape] = self.states[0].get("frozen_param_shapes") or {}
         for name, shape in shapes.items():
             pieces = [state["frozen_param_fragments"][name] for state in self.states]
-            if self.stage < 3:
-                yield name, cast_lazily(pieces[0], torch.float32)
-                continue
-            count, parts = math.prod(shape), []
-            for piece in pieces:
-                parts.append(piece.part(0, min(piece.numel, count)))
-                count -= parts[-1].numel
-            yield name, cast_lazily(Joined(tuple(shape), pieces[0].dtype, parts), torch.float32)
+            whole: Lazy = pieces[0]
+            if self.stage == 3:
+                parts = _take(_vectors(pieces), 0, math.prod(shape))
+                whole = Joined(tuple(shape), whole.dtype, parts)
+            yield name, cast_lazily(whole, torch.float32)
 
 
-class _Vector:
-    """Several stored vectors seen as one."""
-
-    def __init__(self, pieces: Sequence[Stored]) -> None:
-        self.pieces, self.dtype = pieces, pieces[0].dtype
-        self.count = sum(piece.numel for piece in pieces)
-
-    def take(self, start: int, count: int) -> list[Stored]:
-        parts: list[Stored] = []
-        for piece in self.pieces:
-            own = min(max(piece.numel - start, 0), count)
-            if own:
-                parts.append(piece.part(start, own))
-            start, count = max(0, start - piece.numel), count - own
-        if count:
-            raise CheckpointError(
-                f"{self.pieces[0].path.parent} lacks {count} elements of a parameter; the files "
-                "do not belong together"
-            )
-        return parts
+def _take(pieces: Sequence[Stored], start: int, count: int) -> list[Stored]:
+    """Returns a range of several stored vectors, seen as one."""
+    parts: list[Stored] = []
+    for piece in pieces:
+        own = min(max(piece.numel - start, 0), count)
+        if own:
+            parts.append(piece.part(start, own))
+        start, count = max(0, start - piece.numel), count - own
+    if count:
+        raise CheckpointError(
+            f"{pieces[0].path.parent} lacks {count} elements of a parameter; the files do not "
+            "belong together"
+        )
+    return parts
 
 
 def _vectors(saved: Any) -> list[Stored]:

@@ -51,8 +51,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, eq=False)
 class Stored(Lazy):
-    """A range of a file. `offset` is the position of its first byte; without `stride` it is
-    contiguous. `crc32`, if known, is checked when the whole tensor is read."""
+    """A range of a file. `offset` is the position of its first byte; without `stride`, which only
+    tensors with elements have, it is contiguous. `crc32`, if known, is checked when the whole
+    tensor is read."""
 
     path: Path
     offset: int
@@ -63,10 +64,7 @@ class Stored(Lazy):
         if self.stride is None:
             return self._read(self.shape, 0)
         span = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        flat = self._read((span if self.numel else 0,), 0)
-        return flat.as_strided(self.shape, self.stride).contiguous() if self.numel else (
-            flat.reshape(self.shape)
-        )  # fmt: skip
+        return self._read((span,), 0).as_strided(self.shape, self.stride).contiguous()
 
     def load_slice(self, slices: Slices) -> Tensor:
         if self.stride is not None or not self.shape or not slices:
@@ -74,9 +72,8 @@ class Stored(Lazy):
         start, stop, step = slices[0].indices(self.shape[0])
         if step != 1:
             return self.load()[slices]
-        rows = self._read(
-            (max(0, stop - start), *self.shape[1:]), start * math.prod(self.shape[1:])
-        )
+        row = self.shape[1:]
+        rows = self._read((max(0, stop - start), *row), start * math.prod(row))
         return rows[(slice(None), *slices[1:])]
 
     def part(self, start: int, count: int) -> Stored:
