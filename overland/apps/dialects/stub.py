@@ -117,13 +117,13 @@ class Stub(Draft):
             self.put(today, value, first)
         self.became(self.first, ABOUT)
         self._model()
-        for path, one in self.given.items():
-            self._one(path, one)
+        for path, entry in self.given.items():
+            self._one(path, entry)
         if path_of("training.steps") in self.above:  # they override the file's epochs
             self.entries.pop(path_of("training.epochs"), None)
         for key, function in LATER.items():
-            if (entry := self.get(key)) is not None:
-                function(self, key, entry)
+            if (found := self.get(key)) is not None:
+                function(self, key, found)
         for translate, keys in TOGETHER.items():
             given = {key: one for key in keys if (one := self.get(key)) is not None}
             if given:
