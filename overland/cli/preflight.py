@@ -61,8 +61,13 @@ def run(
     job: PreflightSettings, only: str | None, env: Mapping[str, str] = os.environ
 ) -> Report | None:
     """Starts the tasks, or joins those that a launcher has already started."""
-    from overland.cluster.preflight.conduct import preflight, preflight_here
+    from overland.cluster.preflight.conduct import (
+        preflight,
+        preflight_among_ranks,
+        preflight_here,
+    )
     from overland.cluster.preflight.start import nodes_of, srun_words, tasks_per_node
+    from overland.cluster.slurm_jobs import srun_on
     from overland.config.arguments import ngpu
     from overland.errors import ClusterError
     from overland.world.devices import num_local_ranks
@@ -70,8 +75,6 @@ def run(
 
     world = find_world(env)
     if world is not None and world.size > 1:
-        from overland.cluster.preflight.conduct import preflight_among_ranks
-
         if only is not None:
             raise ClusterError(
                 f"--nodes {only}: the launcher has already chosen the nodes; leave out --nodes"
@@ -80,5 +83,6 @@ def run(
     nodes = nodes_of(env, only)
     if nodes:
         tasks = tasks_per_node(env)
-        return preflight(srun_words(nodes, tasks, env), nodes, tasks, job, env)
+        launch = srun_on(srun_words(tasks, env), nodes, tasks)
+        return preflight(launch, nodes, tasks, job, env)
     return preflight_here(ngpu(env) or num_local_ranks(job.ranks_per_device), job, env)

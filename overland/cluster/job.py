@@ -112,14 +112,13 @@ def num_devices_per_node(site: NamedSite, wanted: JobRequest) -> int:
     them."""
     if missing := list(missing_options(site, wanted)):
         raise ClusterError("\n".join(missing))
-    if devices := wanted.devices_per_node or _known_devices(site, wanted):
-        return devices
-    return num_local_ranks()  # the job runs on this machine
+    known = wanted.devices_per_node or site.facts.slurm.within(wanted.partition).devices_per_node
+    return known or num_local_ranks()  # if none is known, the job runs on this machine
 
 
 def missing_options(site: NamedSite, wanted: JobRequest) -> Iterator[str]:
     """Yields a sentence for each option that must be given at this site and is not."""
-    slurm = site.facts.slurm
+    slurm, there = site.facts.slurm, site.facts.slurm.within(wanted.partition)
     if site.facts.scheduler == "none":
         return
     names = ", ".join(sorted(slurm.partitions))
@@ -130,31 +129,19 @@ def missing_options(site: NamedSite, wanted: JobRequest) -> Iterator[str]:
             f"{site.name} requires --{need}{choices} for every job: give it, or set "
             f"SBATCH_{need.upper()}"
         )
-    if not (wanted.devices_per_node or _known_devices(site, wanted) or "partition" in needs):
+    if not (wanted.devices_per_node or there.devices_per_node or "partition" in needs):
         what = f"{site.name}: the number of devices per node"
         if names:
             options = f"--partition ({names}) or --devices-per-node"
             yield f"{what} depends on the partition; give {options}"
         else:
             yield f"{what} is not known; give --devices-per-node"
-    if not (wanted.here or wanted.time or _limits(site, wanted.partition)):
+    if not (wanted.here or wanted.time or there.limits):
         yield NO_LIMIT.format(site=site.name)
-
-
-def _known_devices(site: NamedSite, wanted: JobRequest) -> int | None:
-    slurm = site.facts.slurm
-    partition = slurm.partitions.get(wanted.partition or "")
-    return (partition and partition.devices_per_node) or slurm.devices_per_node
-
-
-def _limits(site: NamedSite, partition: str | None) -> list[Limit]:
-    special = site.facts.slurm.partitions.get(partition or "")
-    return special.limits if special and special.limits else site.facts.slurm.limits
 
 
 def plan_job(site: NamedSite, wanted: JobRequest, place: RunPlace) -> BatchJob:
     """Returns the planned job, or raises an error that says what does not fit."""
-    slurm = site.facts.slurm
     _check_words(wanted)
     devices = num_devices_per_node(site, wanted)
     if site.facts.scheduler == "none":
@@ -162,11 +149,9 @@ def plan_job(site: NamedSite, wanted: JobRequest, place: RunPlace) -> BatchJob:
             raise ClusterError(f"--nodes: {site.name} is a single machine without a scheduler")
         chain, time, cpus = False, None, None
     else:
-        num_nodes = wanted.nodes + wanted.spares
-        limited = (site, num_nodes, wanted.time, wanted.partition)
+        limited = (site, wanted.nodes + wanted.spares, wanted.time, wanted.partition)
         time = None if wanted.here else choose_walltime(*limited)
-        partition = slurm.partitions.get(wanted.partition or "")
-        cpus = (partition and partition.cpus_per_task) or slurm.cpus_per_task
+        cpus = site.facts.slurm.within(wanted.partition).cpus_per_task
         chain = not wanted.here and _may_chain(site, wanted)
         if time is not None and parse_walltime(time) <= place.margin_minutes * 60:
             raise ClusterError(
@@ -249,7 +234,7 @@ def choose_walltime(
 ) -> str:
     """Returns `wanted` as HH:MM:SS, if the site allows it; without one, the most that the site
     allows."""
-    limits = _limits(site, partition)
+    limits = site.facts.slurm.within(partition).limits
     is_special = partition in site.facts.slurm.partitions
     place = f"{site.name}, partition {partition}," if is_special else site.name
     if wanted is not None:

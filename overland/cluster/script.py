@@ -27,16 +27,9 @@ SHORTEST_SECRET = 6  # a shorter value could occur in any text by coincidence
 
 def render_job(job: BatchJob) -> str:
     """Returns the job script, which works with both bash and sbatch."""
-    facts = job.site.facts
-    return template("job.sh.j2").render(
-        job=job,
-        site=job.site,
-        facts=facts,
-        wanted=job.wanted,
-        place=job.place,
-        headers=headers(job),
-        more_headers=sbatch_words(job.wanted.sbatch),
-        srun=srun_flags(job),
+    return _rendered(
+        "job.sh.j2",
+        job,
         most_restarts=MOST_RESTARTS,
         num_guards=min(GUARDS, job.wanted.nodes + job.wanted.spares - 1),
         command=rank_command(job),
@@ -46,17 +39,22 @@ def render_job(job: BatchJob) -> str:
 
 def render_evaluation(job: BatchJob, words: Sequence[str]) -> str:
     """Returns the script of an evaluation job; `words` are the arguments of `overland eval`."""
-    return template("eval.sh.j2").render(
-        job=job,
-        site=job.site,
-        facts=job.site.facts,
-        wanted=job.wanted,
-        place=job.place,
-        headers=headers(job),
-        more_headers=sbatch_words(job.wanted.sbatch),
-        srun=srun_flags(job),
-        command=f"{_inside(job)} -P -m overland",
-        words=words,
+    return _rendered("eval.sh.j2", job, command=f"{_inside(job)} -P -m overland", words=words)
+
+
+def _rendered(name: str, job: BatchJob, **more: object) -> str:
+    return str(
+        template(name).render(
+            job=job,
+            site=job.site,
+            facts=job.site.facts,
+            wanted=job.wanted,
+            place=job.place,
+            headers=headers(job),
+            more_headers=sbatch_words(job.wanted.sbatch),
+            srun=srun_flags(job),
+            **more,
+        )
     )
 
 

@@ -64,6 +64,15 @@ class Slurm(Section):
     """Ordered by number of nodes, smallest first; if there are none, --time is required."""
     partitions: dict[str, Partition] = {}
 
+    def within(self, name: str | None) -> Partition:
+        """Returns what holds in a partition: its own settings, and the site's for the others."""
+        special = self.partitions.get(name or "", Partition())
+        return Partition(
+            devices_per_node=special.devices_per_node or self.devices_per_node,
+            cpus_per_task=special.cpus_per_task or self.cpus_per_task,
+            limits=special.limits or self.limits,
+        )
+
 
 class SiteDisk(Section):
     """File systems of the site."""

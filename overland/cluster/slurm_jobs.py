@@ -112,6 +112,21 @@ def was_requeued(env: Mapping[str, str]) -> bool:
     return restarts is not None and int(restarts[1]) > int(env.get("SLURM_RESTART_COUNT") or 0)
 
 
+def srun_on(launch: Sequence[str], nodes: Sequence[str], tasks_per_node: int) -> list[str]:
+    """Returns a launch command for these nodes. `--overlap`: a job step with a lost node keeps its
+    cores on all other nodes, and srun would wait for them forever; so does the shell of `srun --pty
+    bash`, which is a step too."""
+    program, *rest = launch
+    return [
+        program,
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(nodes) * tasks_per_node}",
+        f"--nodelist={','.join(nodes)}",
+        "--overlap",
+        *rest,
+    ]
+
+
 def signal_step(step: str, number: int, env: Mapping[str, str] = os.environ) -> None:
     """Sends a signal to all tasks of a step, without waiting: scancel may take long if a node is
     gone."""

@@ -17,7 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from overland.cluster.wire import Message
-from overland.world.devices import cpu_name, device_name
+from overland.world.devices import cpu_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,6 @@ BEST: Callable[[list[float]], float] = min
 class Sizes:
     side: int
     memory_bytes: int
-    host_bytes: int
     batch: int
     """Runs between two synchronizations: a single run would measure the synchronization."""
     seconds: float
@@ -55,11 +54,10 @@ class Sizes:
 
 # 4096: every compute unit has work, and the inputs take half a second to create. Half a second per
 # test reveals a device that throttles, and keeps the whole within seconds.
-ACCELERATOR = Sizes(
-    side=4096, memory_bytes=2**30, host_bytes=2**28, batch=10, seconds=0.5, choose=MEDIAN
-)
+ACCELERATOR = Sizes(side=4096, memory_bytes=2**30, batch=10, seconds=0.5, choose=MEDIAN)
+HOST_BYTES = 2**28
 # 256: under a millisecond, so that at least one of many runs is not interrupted.
-CPU = Sizes(side=256, memory_bytes=2**25, host_bytes=0, batch=1, seconds=0.2, choose=BEST)
+CPU = Sizes(side=256, memory_bytes=2**25, batch=1, seconds=0.2, choose=BEST)
 
 
 def measure_device(local_rank: int, stage: Stage) -> Message:
@@ -68,21 +66,19 @@ def measure_device(local_rank: int, stage: Stage) -> Message:
 
     stage("finding the device")
     if not torch.cuda.is_available():
-        device = torch.device("cpu")
-        facts: Message = {"kind": "cpu", "name": device_name(), "driver": driver()}
-        return {**facts, **measure_rates(device, CPU, stage)}
+        return {**measure_cpu(stage), "driver": driver()}
     visible = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % visible)
     torch.cuda.set_device(device)
-    return {
-        "kind": "cuda",
-        **identity(device, visible),
-        **measure_rates(device, ACCELERATOR, stage),
-    }
+    stage("the matmul")
+    facts = {"kind": "cuda", **identity(device, visible), **measure_matmul(device)}
+    stage("the test of memory")
+    facts |= measure_memory(device)
+    stage("copies between host and device")
+    return {**facts, **measure_copies(device)}
 
 
 def measure_cpu(stage: Stage) -> Message:
-    """Measures a CPU without torch, for `--quick`: the NumPy counterpart of `measure_device`."""
     import numpy as np
 
     stage("the matmul")
@@ -136,59 +132,48 @@ def identity_of(properties: object) -> str:
     return " ".join(filter(None, known))
 
 
-def measure_rates(device: torch.device, sizes: Sizes, stage: Stage) -> Message:
-    stage("the matmul")
-    facts = measure_matmul(device, sizes)
-    stage("the test of memory")
-    facts |= measure_memory(device, sizes)
-    if device.type != "cpu":
-        stage("copies between host and device")
-        facts |= measure_copies(device, sizes)
-    return facts
-
-
-def measure_matmul(device: torch.device, sizes: Sizes) -> Message:
+def measure_matmul(device: torch.device) -> Message:
     import torch
 
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    a, b = (torch.from_numpy(factor).to(dtype) for factor in factors(sizes.side))
+    a, b = (torch.from_numpy(one).to(torch.bfloat16) for one in factors(ACCELERATOR.side))
     on_device = a.to(device), b.to(device)
-    out = torch.empty(sizes.side, sizes.side, dtype=dtype, device=device)
+    out = torch.empty_like(on_device[0])
     first = torch.matmul(*on_device).cpu()
-    each = seconds_each(lambda: torch.matmul(*on_device, out=out), sizes, settler(device))
+    work = lambda: torch.matmul(*on_device, out=out)
+    each = seconds_each(work, ACCELERATOR, settler(device))
     last = torch.matmul(*on_device).cpu()
     content = first.view(torch.uint8).numpy().tobytes()
     found, left, right = (tensor.float().numpy() for tensor in (first, a, b))
     return {
         "matmul_digest": _digest(content),
         "matmul_is_steady": content == last.view(torch.uint8).numpy().tobytes(),
-        "matmul_is_near": is_near(found, left, right, torch.finfo(dtype).eps),
-        "matmul_tflops": 2 * sizes.side**3 / each / 1e12,
+        "matmul_is_near": is_near(found, left, right, torch.finfo(torch.bfloat16).eps),
+        "matmul_tflops": 2 * ACCELERATOR.side**3 / each / 1e12,
     }
 
 
-def measure_memory(device: torch.device, sizes: Sizes) -> Message:
+def measure_memory(device: torch.device) -> Message:
     """Measures a copy in device memory; read and written bytes both count."""
     import torch
 
-    source = torch.ones(sizes.memory_bytes, dtype=torch.uint8, device=device)
+    source = torch.ones(ACCELERATOR.memory_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    each = seconds_each(lambda: target.copy_(source), sizes, settler(device))
-    return {"memory_gb_per_s": 2 * sizes.memory_bytes / each / 1e9}
+    each = seconds_each(lambda: target.copy_(source), ACCELERATOR, settler(device))
+    return {"memory_gb_per_s": 2 * ACCELERATOR.memory_bytes / each / 1e9}
 
 
-def measure_copies(device: torch.device, sizes: Sizes) -> Message:
+def measure_copies(device: torch.device) -> Message:
     """Measures copies between pinned memory and the device, both ways."""
     import torch
 
-    here = torch.ones(sizes.host_bytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(sizes.host_bytes, dtype=torch.uint8, device=device)
+    here = torch.ones(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(HOST_BYTES, dtype=torch.uint8, device=device)
     settle = settler(device)
-    up = seconds_each(lambda: there.copy_(here, non_blocking=True), sizes, settle)
-    down = seconds_each(lambda: here.copy_(there, non_blocking=True), sizes, settle)
+    up = seconds_each(lambda: there.copy_(here, non_blocking=True), ACCELERATOR, settle)
+    down = seconds_each(lambda: here.copy_(there, non_blocking=True), ACCELERATOR, settle)
     return {
-        "to_device_gb_per_s": sizes.host_bytes / up / 1e9,
-        "to_host_gb_per_s": sizes.host_bytes / down / 1e9,
+        "to_device_gb_per_s": HOST_BYTES / up / 1e9,
+        "to_host_gb_per_s": HOST_BYTES / down / 1e9,
     }
 
 

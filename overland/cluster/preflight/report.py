@@ -15,6 +15,9 @@ from overland.words import visible
 
 FULL_TABLE = 32  # nodes; if there are more, only bad ones are shown
 PLAIN_WIDTH = 160
+COLUMNS = ("devices", "matmul\nTFLOP/s", "memory\nGB/s", "to device\nGB/s", "to host\nGB/s",
+           "disk\nGB/s", "clock\nms", "link\nGB/s")  # fmt: skip
+RATES = ("matmul_tflops", "memory_gb_per_s", "to_device_gb_per_s", "to_host_gb_per_s")
 IN_WORDS = {"Socket": "TCP (NET/Socket)", "IB": "InfiniBand or RoCE (NET/IB)"}
 
 
@@ -82,16 +85,7 @@ def _table(report: Report, nodes: list[str]) -> Any:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("node", no_wrap=True)
-    for name in (
-        "devices",
-        "matmul\nTFLOP/s",
-        "memory\nGB/s",
-        "to device\nGB/s",
-        "to host\nGB/s",
-        "disk\nGB/s",
-        "clock\nms",
-        "link\nGB/s",
-    ):
+    for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", overflow="fold")
     for node in nodes:
@@ -113,10 +107,7 @@ def _numbers(report: Report, node: str) -> list[str]:
     links = [m.gb_per_s for m in report.matches if node in m.nodes and m.gb_per_s is not None]
     return [
         str(sum("kind" in device for device in devices)),
-        _worst(devices, "matmul_tflops"),
-        _worst(devices, "memory_gb_per_s"),
-        _worst(devices, "to_device_gb_per_s"),
-        _worst(devices, "to_host_gb_per_s"),
+        *(_worst(devices, rate) for rate in RATES),
         _worst([disk for disk in disks if isinstance(disk, dict)], "write_gb_per_s"),
         f"{clocks[0]['ahead'] * 1000:.1f}" if clocks else "–",
         f"{min(links):.3g}" if links else "–",

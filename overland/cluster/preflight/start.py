@@ -159,23 +159,11 @@ def tasks_per_node(env: Mapping[str, str]) -> int:
     return min(expand_counts(env.get("SLURM_TASKS_PER_NODE", "1")))
 
 
-def srun_words(nodes: Sequence[str], tasks: int, env: Mapping[str, str]) -> list[str]:
-    """Returns the srun command. `--overlap`: the shell of `srun --pty bash` is a step too, and
-    holds its resources. srun reads the GPUs of the allocation from the environment."""
+def srun_words(tasks: int, env: Mapping[str, str]) -> list[str]:
+    """Returns the launch command. srun reads the GPUs of the allocation from the environment."""
     cores = env.get("SLURM_CPUS_PER_TASK")
-    return [
-        "srun",
-        f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes) * tasks}",
-        f"--ntasks-per-node={tasks}",
-        f"--nodelist={','.join(nodes)}",
-        *([f"--cpus-per-task={cores}"] if cores else []),
-        "--mpi=none",
-        "--overlap",
-        *PYTHON,
-        "-m",
-        "overland",
-    ]
+    shape = [f"--ntasks-per-node={tasks}", *([f"--cpus-per-task={cores}"] if cores else [])]
+    return ["srun", *shape, "--mpi=none", *PYTHON, "-m", "overland"]
 
 
 def _last_line_of(task: str, words: str) -> str:

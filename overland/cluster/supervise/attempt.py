@@ -32,20 +32,6 @@ FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.
 INNERMOST = 4  # frames among which a rank that waits for others is inside torch.distributed
 
 
-def srun_on(launch: Sequence[str], nodes: Sequence[str], tasks_per_node: int) -> list[str]:
-    """Returns the job script's launch command for these nodes. `--overlap`: a job step with a lost
-    node keeps its cores on all other nodes, and srun would wait for them forever."""
-    program, *rest = launch
-    return [
-        program,
-        f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes) * tasks_per_node}",
-        f"--nodelist={','.join(nodes)}",
-        "--overlap",
-        *rest,
-    ]
-
-
 def rank_environment(
     env: Mapping[str, str], board: Switchboard, attempt: int, fault_folder: Path
 ) -> dict[str, str]:

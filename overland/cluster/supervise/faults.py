@@ -94,8 +94,9 @@ class Findings:
         ):
             self.lost.extend(hosts(found[1] or found[2]))
         elif found := re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)", line):
+            ranks = tuple(map(int, expand_hosts(f"[{found[2]}]")))
             how = _signal_of_shell(found[3].strip())
-            self._note_end(TaskEnd(hosts(found[1]), expand_ranks(found[2]), how))
+            self._note_end(TaskEnd(hosts(found[1]), ranks, how))
         elif found := re.match(r"\s*(\d+): (.*\S)", line):
             self._lines[int(found[1])].append(found[2])
         elif line.strip():
@@ -242,12 +243,3 @@ def _signal_of_shell(how: str) -> str:
     if number not in {s.value for s in signal.Signals}:
         return how
     return signal.strsignal(number) or how
-
-
-def expand_ranks(text: str) -> tuple[int, ...]:
-    """Returns the numbers in text such as `0-2,7`."""
-    ranks: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        ranks.extend(range(int(first), int(last or first) + 1))
-    return tuple(ranks)

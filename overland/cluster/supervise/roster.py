@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from overland.cluster.slurm_jobs import shun
-from overland.cluster.supervise.events import Event, bad_nodes, read_events
+from overland.cluster.supervise.events import Event, bad_nodes, read_events, tell
 from overland.cluster.supervise.faults import HARDWARE, Fault
-from overland.cluster.supervise.logbook import tell
 from overland.errors import Kind
 
 BAD_SECONDS = 24 * 3600.0  # by then someone has fixed a bad node, or it was fine after all

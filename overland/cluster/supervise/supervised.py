@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from overland.cluster.supervise.events import tell
 from overland.cluster.supervise.faults import Fault
-from overland.cluster.supervise.logbook import tell
 from overland.cluster.supervise.policy import MAX_FAILED_STARTS
 from overland.errors import Kind
 from overland.run_folder import CHECKPOINT, CHECKPOINTS, DONE, LATEST, steps_in

@@ -29,6 +29,7 @@ from overland.cluster.slurm_jobs import (
     job_end,
     may_requeue,
     requeue,
+    srun_on,
     waiting_jobs,
     was_requeued,
     why_asked_to_end,
@@ -41,15 +42,15 @@ from overland.cluster.supervise.attempt import (
     keep_stacks,
     odd_ranks,
     rank_environment,
-    srun_on,
 )
 from overland.cluster.supervise.events import (
+    Logbook,
     furthest_step,
     of_submission,
     read_events,
+    tell,
 )
 from overland.cluster.supervise.faults import Fault, with_recorded_ranks
-from overland.cluster.supervise.logbook import Logbook, tell
 from overland.cluster.supervise.policy import (
     Answer,
     Failure,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from overland.cluster.supervise.attempt import HANG_UP_SECONDS, Watched
+from overland.cluster.supervise.events import Logbook
 from overland.cluster.supervise.faults import Findings
-from overland.cluster.supervise.logbook import Logbook
 from overland.cluster.supervise.roster import Roster
 from overland.cluster.supervise.supervised import Supervised
 from overland.cluster.supervise.supervisor import Supervisor

@@ -14,7 +14,6 @@ from overland.cluster.error_kinds import error_kind, error_place
 from overland.cluster.supervise.faults import (
     Fault,
     Findings,
-    expand_ranks,
     with_recorded_ranks,
 )
 from overland.config.errors import ConfigError
@@ -218,11 +217,6 @@ def test_an_attempt_that_stopped_is_told_from_one_that_failed() -> None:
     both = findings(said(0, Kind.STOPPED, "step 3", 1.0), said(1, Kind.CODE, "KeyError", 1.0))
     assert not both.stopped()
     assert both.fault().kind is Kind.CODE
-
-
-def test_ranges_of_ranks() -> None:
-    assert expand_ranks("0-2,7") == (0, 1, 2, 7)
-    assert expand_ranks("5") == (5,)
 
 
 def test_a_node_where_srun_could_not_start_is_lost_and_no_other() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from overland.cluster.supervise.events import read_events
+from overland.cluster.supervise.events import Logbook, read_events
 from overland.cluster.supervise.faults import Fault
-from overland.cluster.supervise.logbook import Logbook
 from overland.cluster.supervise.roster import Roster
 from overland.cluster.supervise.supervised import Supervised
 from overland.cluster.supervise.supervisor import Supervisor

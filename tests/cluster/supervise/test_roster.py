@@ -7,12 +7,12 @@ from pathlib import Path
 
 from overland.cluster.supervise.events import (
     Event,
+    Logbook,
     bad_nodes,
     furthest_step,
     of_submission,
     read_events,
 )
-from overland.cluster.supervise.logbook import Logbook
 from overland.cluster.supervise.roster import Roster
 
 
