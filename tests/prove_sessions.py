@@ -32,10 +32,10 @@ import numpy as np
 from overland.apps.data.build import build
 from overland.apps.proofs.evidence import Evidence
 from overland.config.schema import JobConfig
-from overland.data.batch import with_borders
 from overland.data.blocks import BlockStream
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
+from overland.data.lanes import with_borders
 from overland.data.order import Mixture
 from overland.data.prepare import Dataset, training_data
 from overland.data.sampler import Sampler

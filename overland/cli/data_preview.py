@@ -57,7 +57,7 @@ def preview(
 def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict[str, Any]]:
     import numpy as np
 
-    from overland.data.batch import IGNORED, tokens_and_labels, with_borders
+    from overland.data.lanes import IGNORED, tokens_and_labels, with_borders
     from overland.data.shard import WEIGHTS
 
     segment = dataset.plan.segment(batch)

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from overland.config.schema import Images
-from overland.data.lanes import Rows, Samples
+from overland.data.lanes import IGNORED, Rows, Samples, tokens_and_labels, with_borders
 from overland.data.order import mix64
 from overland.data.sampler import Sampler
 from overland.data.shard import ANSWERS, CHOSEN, REJECTED
 from overland.data.sources.image_files import WANTED
 
 Array = npt.NDArray[np.int64]
-IGNORED = -100  # label without a loss
 EPSILON = 1e-6  # added to the variance, so that a constant image becomes zeros
 ABOUT_ROWS = ("sample_B", "epoch_B", "weight_B")
 """Not part of the digest of token rows: tokens and labels suffice, and earlier ledgers have only
@@ -194,57 +193,12 @@ def token_fields(rows: Rows, document_mask: bool) -> dict[str, npt.NDArray[Any]]
     return dict(zip(names, arrays, strict=False)) | channels
 
 
-class RowFields(NamedTuple):
-    tokens: Array
-    labels: Array
-    positions: Array
-    documents: Array
-    """The number of the document in its row, from 0."""
-
-
-def tokens_and_labels(rows: Rows) -> tuple[Array, Array]:
-    """Returns the rows without their last token, and without their first; padding has no loss.
-    Both are views of the same memory if possible, since pinning copies it anyway."""
-    labels = rows.tokens[:, 1:]
-    padded = _padded(rows).tolist()
-    if padded:
-        labels = labels.copy()
-    for row in padded:
-        labels[row, max(rows.num_tokens[row] - 1, 0) :] = IGNORED
-    return rows.tokens[:, :-1], labels
-
-
-def with_borders(rows: Rows) -> RowFields:
-    """Adds document boundaries: no loss across them, and positions that start at 0 in each
-    document. Padding is a document of its own."""
-    tokens, labels = tokens_and_labels(rows)
-    labels = labels if labels.base is None else labels.copy()
-    padded, begins = _padded(rows), rows.begins.copy()
-    begins[padded, rows.num_tokens[padded]] = True
-    labels[begins[:, 1:]] = IGNORED
-    begins = begins[:, :-1]
-    first = np.flatnonzero(begins)
-    sizes = np.diff(first, append=begins.size)
-    row = first // begins.shape[1]
-    number = np.arange(len(row)) - np.searchsorted(row, row)
-    return RowFields(
-        tokens,
-        labels,
-        (np.arange(begins.size) - np.repeat(first, sizes)).reshape(begins.shape),
-        np.repeat(number, sizes).reshape(begins.shape),
-    )
-
-
 def answers_apart(rows: Rows) -> Rows:
     """Returns rows of pairs in which the second answer begins a document of its own."""
     answers = rows.channels[ANSWERS]
     begins = rows.begins.copy()
     begins[:, 1:] |= (answers[:, :-1] == CHOSEN) & (answers[:, 1:] == REJECTED)
     return replace(rows, begins=begins)
-
-
-def _padded(rows: Rows) -> Array:
-    return np.flatnonzero(rows.num_tokens < rows.tokens.shape[1])
 
 
 def digests(batch: Batch) -> Tensor:

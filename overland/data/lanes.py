@@ -1,4 +1,5 @@
-"""What a sampler reads its rows from: a lane, an endless sequence of numbered rows.
+"""Rows, with the borders of documents in them, and what a sampler reads them from: a lane, an
+endless sequence of numbered rows.
 
 Documents that are packed into blocks are in blocks.py. Here are the random tokens of proofs and
 benchmarks, and images, which are read one by one from their files, or generated from noise, without
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ from overland.data.windows import Exhausted, Reading
 from overland.errors import DataError
 
 Array = npt.NDArray[np.int64]
+IGNORED = -100  # label without a loss
 DOCUMENTS_PER_BLOCK = 4
 READERS = max(2, min(8, os.cpu_count() or 2))  # threads, which wait for the disk or copy
 
@@ -60,6 +62,51 @@ class Rows:
         filled = {name: np.full(shape, name == WEIGHTS, dtype) for name, dtype in channels.items()}
         tokens, begins = np.empty(shape, np.int64), np.zeros(shape, bool)
         return cls(tokens, num_tokens, begins, sample, epoch, filled)
+
+
+class RowFields(NamedTuple):
+    tokens: Array
+    labels: Array
+    positions: Array
+    documents: Array
+    """The number of the document in its row, from 0."""
+
+
+def tokens_and_labels(rows: Rows) -> tuple[Array, Array]:
+    """Returns the rows without their last token, and without their first; padding has no loss.
+    Both are views of the same memory if possible, since pinning copies it anyway."""
+    labels = rows.tokens[:, 1:]
+    padded = _padded(rows).tolist()
+    if padded:
+        labels = labels.copy()
+    for row in padded:
+        labels[row, max(rows.num_tokens[row] - 1, 0) :] = IGNORED
+    return rows.tokens[:, :-1], labels
+
+
+def with_borders(rows: Rows) -> RowFields:
+    """Adds document boundaries: no loss across them, and positions that start at 0 in each
+    document. Padding is a document of its own."""
+    tokens, labels = tokens_and_labels(rows)
+    labels = labels if labels.base is None else labels.copy()
+    padded, begins = _padded(rows), rows.begins.copy()
+    begins[padded, rows.num_tokens[padded]] = True
+    labels[begins[:, 1:]] = IGNORED
+    begins = begins[:, :-1]
+    first = np.flatnonzero(begins)
+    sizes = np.diff(first, append=begins.size)
+    row = first // begins.shape[1]
+    number = np.arange(len(row)) - np.searchsorted(row, row)
+    return RowFields(
+        tokens,
+        labels,
+        (np.arange(begins.size) - np.repeat(first, sizes)).reshape(begins.shape),
+        np.repeat(number, sizes).reshape(begins.shape),
+    )
+
+
+def _padded(rows: Rows) -> Array:
+    return np.flatnonzero(rows.num_tokens < rows.tokens.shape[1])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from overland.data.batch import IGNORED, Batch
+from overland.data.batch import Batch
+from overland.data.lanes import IGNORED
 from overland.errors import ObjectiveError
 from overland.models.loss import OutputMatrix
 from overland.parallel.comm import sum_with_own_gradient

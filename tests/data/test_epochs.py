@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from overland.data.batch import IGNORED, load_batch
+from overland.data.batch import load_batch
 from overland.data.corpus import Corpus
+from overland.data.lanes import IGNORED
 from overland.data.plan import PlannedSource
 from overland.data.sampler import Sampler
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of

@@ -1,7 +1,6 @@
 import numpy as np
 
-from overland.data.batch import IGNORED, tokens_and_labels, with_borders
-from overland.data.lanes import Rows
+from overland.data.lanes import IGNORED, Rows, tokens_and_labels, with_borders
 
 # Two documents and padding; one document alone; three, the last of which is only a label.
 ROWS = Rows(

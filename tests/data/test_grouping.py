@@ -11,8 +11,9 @@ import pytest
 from overland.checks import check_config
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
-from overland.data.batch import IGNORED, load_batch
+from overland.data.batch import load_batch
 from overland.data.corpus import Corpus
+from overland.data.lanes import IGNORED
 from overland.data.plan import LENGTH_STEP, Plan
 from overland.data.sampler import Sampler
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of

@@ -18,8 +18,9 @@ from overland.apps.data.build import build
 from overland.checks.hyperparameters import check_objective, check_sft
 from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
-from overland.data.batch import IGNORED, load_batch
+from overland.data.batch import load_batch
 from overland.data.corpora import Preparer
+from overland.data.lanes import IGNORED
 from overland.data.layout import lay_out
 from overland.data.learned_tokens import OTHER_ROLES
 from overland.data.plan import ChangedSource

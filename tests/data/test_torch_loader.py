@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from overland.apps.data.tokenizer_training import train_tokenizer
 from overland.data import build_train_loader
-from overland.data.batch import IGNORED
+from overland.data.lanes import IGNORED
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.data.sources.samples import copied

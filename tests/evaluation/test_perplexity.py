@@ -30,7 +30,7 @@ from overland.apps.evaluation.parts import Cutter, WindowRow, batches, padded, r
 from overland.apps.evaluation.perplexity import Done, Sums, total
 from overland.apps.evaluation.results import Record
 from overland.apps.proofs.pool import RankPool
-from overland.data.batch import IGNORED
+from overland.data.lanes import IGNORED
 from overland.data.tokenizer import Tokenizer
 from overland.world import World
 from tests.cli.processes import overland, start_overland

@@ -18,8 +18,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from overland.apps.proofs.layout import ROWS, TINY, held_out_data, proof_job, prove_layouts
 from overland.apps.proofs.layouts import SHORT, parse
 from overland.apps.proofs.pool import RankPool
-from overland.data.batch import IGNORED, Batch, load_batch
+from overland.data.batch import Batch, load_batch
 from overland.data.corpora import Preparer
+from overland.data.lanes import IGNORED
 from overland.data.prepare import Dataset, validation_data
 from overland.parallel.comm import sum_over
 from overland.parallel.pipeline import Pipeline

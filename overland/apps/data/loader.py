@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from overland.config.schema import Data, Debug, JobConfig, Model, Training
-from overland.data.batch import Array, RowFields, read_ahead, tokens_and_labels, with_borders
+from overland.data.batch import Array, read_ahead
 from overland.data.corpora import Preparer
-from overland.data.lanes import Rows
+from overland.data.lanes import RowFields, Rows, tokens_and_labels, with_borders
 from overland.data.pack import Packing
 from overland.data.prepare import Dataset, training_data
 from overland.data.sources import open_source

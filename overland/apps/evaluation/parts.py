@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.apps.evaluation.documents import Document, Ids
-from overland.data.batch import IGNORED
+from overland.data.lanes import IGNORED
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 

@@ -22,7 +22,7 @@ from overland.apps.evaluation.documents import Ids
 from overland.apps.evaluation.score import stretches_from
 from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
-from overland.data.batch import IGNORED
+from overland.data.lanes import IGNORED
 from overland.errors import ModelError
 from overland.models.init import cast_floats, init_buffers
 from overland.models.structure import tie
