@@ -196,7 +196,7 @@ class Stub(Draft):
                 text = "dataset.transforms.set.pad, H_pad and W_pad are now images.pad"
                 self.became(entry, text)
 
-    def _steps(self, key: str, entry: Entry) -> None:
+    def steps(self, key: str, entry: Entry) -> None:
         """Sets the length of the run; the stub ends after its epochs, however long the schedule
         is."""
         today = {"lr_scheduler.total_steps": entry.value}
@@ -204,7 +204,7 @@ class Stub(Draft):
             today["training.steps"] = entry.value
         self.change(key, entry, today)
 
-    def _images(self, given: Given) -> None:
+    def images(self, given: Given) -> None:
         first = next(iter(given.values()))
         for name in "CHW":
             if f"dataset.input.{name}" not in given:
@@ -214,7 +214,7 @@ class Stub(Draft):
         text = "dataset.input.C, H and W are now images.shape, for random tensors"
         self.became(first, text)
 
-    def _channels(self, key: str, entry: Entry) -> None:
+    def channels(self, key: str, entry: Entry) -> None:
         """Refuses a number of channels that is not the model's."""
         settings = {**self.entries, **self.above}
         taken = settings.get(("model", "overrides", "num_channels"))
@@ -229,7 +229,7 @@ class Stub(Draft):
         else:
             self.refuse(key, entry, f"model.hf_config.num_channels {said} remove this key")
 
-    def _last_batch(self, given: Given) -> None:
+    def last_batch(self, given: Given) -> None:
         first, *_ = given.values()
         how = "drop" if any(entry.value is True for entry in given.values()) else "pad"
         self.put("training.last_batch", how, first)
@@ -239,7 +239,7 @@ class Stub(Draft):
             f'= "{how}", for the whole run: batches continue across segments and epochs',
         )
 
-    def _saves(self, key: str, entry: Entry) -> None:
+    def saves(self, key: str, entry: Entry) -> None:
         """Sets saving and validation; the stub validates when it saves, and keeps the best."""
         if entry.value is None:
             text = "null saves only after the last step and when stopped, and does not validate"
@@ -254,7 +254,7 @@ class Stub(Draft):
             }  # fmt: skip
         self.change(key, entry, today)
 
-    def _accumulation(self, key: str, entry: Entry) -> None:
+    def accumulation(self, key: str, entry: Entry) -> None:
         """Refuses accumulation, since the batch also depends on the unknown number of devices."""
         size = self.get("dataset.batch_size")
         if is_one_of(entry.value, [None, 1]):
@@ -270,7 +270,7 @@ class Stub(Draft):
                 f"to {local} × {entry.value} × the number of data-parallel devices",
             )
 
-    def _from_scratch(self, key: str, entry: Entry) -> None:
+    def from_scratch(self, key: str, entry: Entry) -> None:
         has_weights = self.decided("checkpoint.initial_load_path")
         if entry.value is True and has_weights:
             reason = "checkpoint.pretrain sets initial weights; remove it, or set this to false"
@@ -285,21 +285,21 @@ class Stub(Draft):
             reason = "checkpoint.initial_load_path sets the initial weights"
             self.without_meaning(key, entry, reason)
 
-    def _device(self, key: str, entry: Entry) -> None:
+    def device(self, key: str, entry: Entry) -> None:
         cpu = {"comm.backend": "gloo", "training.device": "cpu"}
         today = cpu if entry.value is True else {}
         self.change(key, entry, today, "GPUs are used if there are any")
 
-    def _precision(self, key: str, entry: Entry) -> None:
+    def precision(self, key: str, entry: Entry) -> None:
         today = {"training.mixed_precision_param": "float32"} if entry.value is False else {}
         self.change(key, entry, today, "training.mixed_precision_param sets the type")
 
-    def _updates(self, key: str, entry: Entry) -> None:
+    def updates(self, key: str, entry: Entry) -> None:
         same = "the learning rate is updated at every step"
         advice = "set this to 1, and count warmup_iterations and total_iterations in steps"
         self.expect(key, entry, [None, 1], f"{same}; {advice}", same)
 
-    def _form_of_checkpoints(self, key: str, entry: Entry) -> None:
+    def form_of_checkpoints(self, key: str, entry: Entry) -> None:
         """Sets the form of checkpoints, except for the keys of it that the file sets itself."""
         if entry.value not in (None, *STATE_DICTS):
             self.refuse(key, entry, f"expected {any_of(list(STATE_DICTS))}")
@@ -314,7 +314,7 @@ class Stub(Draft):
         if today:
             self.change(key, entry, today)
 
-    def _folder(self, given: Given) -> None:
+    def folder(self, given: Given) -> None:
         parts = [str(entry.value) for entry in given.values() if entry.value]
         if parts:
             source, folder = next(iter(given.values())), str(PurePosixPath(*parts))
@@ -330,22 +330,22 @@ class Stub(Draft):
 
 # Keys that depend on others, and are translated after all of them.
 LATER: dict[str, Callable[[Stub, str, Entry], None]] = {
-    "lr_scheduler.total_iterations": Stub._steps,
-    "lr_scheduler.scheduler_update_iterations": Stub._updates,
-    "dataset.num_channels": Stub._channels,
-    "checkpoint.chkpt_saving_iterations": Stub._saves,
-    "checkpoint.state_dict_type": Stub._form_of_checkpoints,
-    "dist.cpu_only": Stub._device,
-    "misc.cpu_only": Stub._device,
-    "misc.uses_mixed_precision": Stub._precision,
-    "loss.grad_accum_steps": Stub._accumulation,
-    "model.from_scratch": Stub._from_scratch,
+    "lr_scheduler.total_iterations": Stub.steps,
+    "lr_scheduler.scheduler_update_iterations": Stub.updates,
+    "dataset.num_channels": Stub.channels,
+    "checkpoint.chkpt_saving_iterations": Stub.saves,
+    "checkpoint.state_dict_type": Stub.form_of_checkpoints,
+    "dist.cpu_only": Stub.device,
+    "misc.cpu_only": Stub.device,
+    "misc.uses_mixed_precision": Stub.precision,
+    "loss.grad_accum_steps": Stub.accumulation,
+    "model.from_scratch": Stub.from_scratch,
 }
 # The same for keys that are translated together.
 TOGETHER: dict[Callable[[Stub, Given], None], tuple[str, ...]] = {
-    Stub._images: ("dataset.input.C", "dataset.input.H", "dataset.input.W"),
-    Stub._last_batch: DROPS,
-    Stub._folder: ("checkpoint.directory", "checkpoint.prefix"),
+    Stub.images: ("dataset.input.C", "dataset.input.H", "dataset.input.W"),
+    Stub.last_batch: DROPS,
+    Stub.folder: ("checkpoint.directory", "checkpoint.prefix"),
 }
 TRANSLATED_LATER = frozenset({*LATER, *PADS}.union(*TOGETHER.values()))
 
