@@ -134,4 +134,4 @@ def test_only_the_console_that_escapes_is_used() -> None:
     """rich's own prints what it is given, and reads markup in it."""
     own = r"from rich(\.console)? import [^\n]*\bConsole\b|\brich\.(print|get_console)\b"
     found = [path for path in PACKAGE.rglob("*.py") if re.search(own, path.read_text())]
-    assert found == [PACKAGE / "console.py"]
+    assert found == [PACKAGE / "streams.py"]
