@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 from overland.cli.common import user_errors
 
 if TYPE_CHECKING:
-    from overland.apps.watch.watch import Watch
+    from overland.apps.watch.status import Watch
 
 EXIT_CODES = {"stopped": 1, "failed": 1, "silent": 3}
 SLURM_PATIENCE = 5.0  # seconds to wait for Slurm, when the state is printed once
@@ -72,8 +72,8 @@ def watch(
     """
     from overland.apps.watch.files import finite
     from overland.apps.watch.listing import newest_run
+    from overland.apps.watch.status import Watch
     from overland.apps.watch.view import draw
-    from overland.apps.watch.watch import Watch
     from overland.errors import NoRun
     from overland.streams import SafeConsole
 

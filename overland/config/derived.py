@@ -1,5 +1,5 @@
 """What follows from a config: parallel degrees for a world size, stages of a pipeline schedule, the
-compute type, the rates of a parameter group. Does not import torch."""
+compute type, the learning rate and weight decay of each parameter. Does not import torch."""
 
 from __future__ import annotations
 

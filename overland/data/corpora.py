@@ -122,7 +122,7 @@ class Opener:
         # Documents that were read are the same whether bad ones stop the run or are skipped.
         policies = itertools.product(tokenizers, (False, True)) if found is None else ()
         for tokenizer, skips in policies:
-            path = replace(self, tokenizer=tokenizer)._lay_out(wanted, wanted.open(), skips)
+            path = replace(self, tokenizer=tokenizer).folder_of(wanted, wanted.open(), skips)
             if path.name.endswith(fingerprint):
                 found = path
                 break
@@ -161,7 +161,7 @@ class Opener:
             source = wanted.open()
             for note in source.notes:
                 preparer.report(f"note: {name}: {note}")
-            folder = self._lay_out(wanted, source, data.bad_documents == "skip", preparer.report)
+            folder = self.folder_of(wanted, source, data.bad_documents == "skip", preparer.report)
             return folder.name.rpartition("-")[2]
 
         def built() -> str:
@@ -183,7 +183,7 @@ class Opener:
             preparer.report(f"{name} is {how} ahead of training, in {folder}")
         return folder
 
-    def _lay_out(
+    def folder_of(
         self,
         wanted: WantedSource,
         source: Source,

@@ -113,7 +113,7 @@ class Writer:
         ids, weights, quoted = self.encoded(told)
         what, longest = "", self.seq_len + 1
         if len(ids) > longest:
-            what = self._about_length(len(ids))
+            what = self.about_length(len(ids))
         if what == "truncated":
             ids, weights = ids[:longest], weights[:longest]
         if not weights[1:].any():  # nothing predicts the first token
@@ -195,7 +195,7 @@ class Writer:
             )
         return split_specials(text, specials if self.parse_specials else {})
 
-    def _about_length(self, length: int) -> str:
+    def about_length(self, length: int) -> str:
         """Returns what to do with a sample that is too long."""
         if self.too_long == "error":
             raise Undecided(
@@ -251,7 +251,7 @@ class PairWriter(Writer):
                 raise Undecided(f"the {which} answer has no tokens: {self.shown(ids)}")
         longest = max(len(ids) for ids, _ in both)
         if longest > self.room:
-            what = (*what, self._about_length(longest))
+            what = (*what, self.about_length(longest))
             both = [self._cut(*one, self._room_for_prompt(both)) for one in both]
         sizes = [len(ids) for ids, _ in both]
         return {
@@ -271,14 +271,14 @@ class PairWriter(Writer):
         own = {f"preference.{key}": getattr(self.settings, key) for key in keys}
         return {**super().identity, **own}
 
-    def _about_length(self, length: int) -> str:
+    def about_length(self, length: int) -> str:
         if self.too_long in ("error", "split"):
             raise Undecided(
                 f"a prompt with its answer has {length:,} tokens, but training.seq_len = "
                 f"{self.seq_len} has room for {self.room:,}, half of a row: raise it, or set "
                 "sft.too_long to truncate or drop"
             )
-        return super()._about_length(length)
+        return super().about_length(length)
 
     def _room_for_prompt(self, both: list[tuple[Any, Any]]) -> int:
         """Returns the most tokens of a prompt: all that the longer answer leaves, or its share."""

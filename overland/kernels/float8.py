@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits, with one scale per tensor, computed from the tensor itself.
+"""How matrices are multiplied in 8 bits, with one scale per tensor, which the tensor determines.
 
 A tensor is multiplied by a scale that maps its largest element to the end of the dtype's range, and
 rounded. The product of two such tensors, divided by both scales, is close to the product of the

@@ -1,4 +1,4 @@
-"""The elementwise optimizers that come with Overland."""
+"""The elementwise optimizers that come with Overland: AdamW and Lion."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Command = Callable[..., str]
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
     """Runs a verb as `main` does, and returns all that it prints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("overland.apps.watch.watch.queued", lambda which: None)
+    monkeypatch.setattr("overland.apps.watch.status.queued", lambda which: None)
     monkeypatch.setenv("NGPU", "1")
 
     def run(*words: object, encoding: str = "utf-8") -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from overland.apps.watch.watch import Watch
+from overland.apps.watch.status import Watch
 from overland.cli.main import app
 from overland.cli.watch import follow
 from tests.cli.processes import environment
@@ -29,7 +29,7 @@ END = {"event": "end", "how": "failed", "step": 5, "what": "disk full"}
 
 @pytest.fixture(autouse=True)
 def without_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overland.apps.watch.watch.queued", lambda which: None)
+    monkeypatch.setattr("overland.apps.watch.status.queued", lambda which: None)
 
 
 def test_one_frame_and_its_exit_code(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_live_page_is_neither_one_frame_nor_json(tmp_path: Path, option: str) 
     assert "leave out --once and --json" in done.stderr
 
 
-@pytest.mark.parametrize("module", ["apps.report.page", "apps.watch.watch", "apps.console.screen"])
+@pytest.mark.parametrize("module", ["apps.report.page", "apps.watch.status", "apps.console.screen"])
 def test_what_shows_a_run_does_not_wait_for_torch(module: str) -> None:
     code = f"import sys\nimport overland.{module}\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment())

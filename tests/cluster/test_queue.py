@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.apps.watch.watch import RunStatus, Watch
+from overland.apps.watch.status import RunStatus, Watch
 from tests.cluster.slurm import Slurm
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import tomllib
 from collections import defaultdict
@@ -15,6 +16,12 @@ from tests.cli.processes import ROOT
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "overland"
 MODULES = list(PACKAGE.rglob("*.py"))
+EVERY_FILE = """\
+## Every file
+
+The first sentence of each. `OVERLAND_WRITE_EVIDENCE=1 pytest tests/docs/test_architecture.py`
+writes this list.
+"""
 
 
 def levels() -> dict[str, int]:
@@ -107,6 +114,36 @@ def test_every_file_that_is_named_is_there() -> None:
             assert (ROOT / name).is_file(), name
         else:
             assert name in (files if "/" in name else names), name
+
+
+def test_the_list_of_files_is_what_they_say_of_themselves() -> None:
+    head, title, _ = PAGE.partition(EVERY_FILE)
+    page = head + title + list_of_files()
+    if os.environ.get("OVERLAND_WRITE_EVIDENCE"):
+        (ROOT / "docs" / "architecture.md").write_text(page, encoding="utf-8")
+    assert page == PAGE
+
+
+def list_of_files() -> str:
+    """Every folder of the package and its files, each with the first sentence of its docstring."""
+    lines = [""]
+    for folder in sorted({path.parent for path in MODULES}):
+        files = [path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("__")]
+        name = str(folder.relative_to(PACKAGE))
+        if not files or name.startswith("scripts"):
+            continue
+        lines += ["", f"### `{name}/`" if name != "." else "### The ground", ""]
+        if name != ".":
+            lines += [first_sentence(folder / "__init__.py"), ""]
+        lines += ["| | |", "|---|---|"]
+        lines += [f"| `{path.name}` | {first_sentence(path)} |" for path in files]
+    return "\n".join(lines) + "\n"
+
+
+def first_sentence(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=[^A-Z ]\.) (?=[A-Z`])", paragraph)[0].replace("|", "\\|")
 
 
 def test_scripts_that_no_test_runs_import_what_is_there() -> None:

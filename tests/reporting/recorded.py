@@ -62,7 +62,7 @@ def recorded_run(name: str = "tiny-llama") -> Iterator[Path]:
         try:
             with (
                 mock.patch("time.time", return_value=now),
-                mock.patch("overland.apps.watch.watch.owner_lives", return_value=True),
+                mock.patch("overland.apps.watch.status.owner_lives", return_value=True),
             ):
                 yield Path(name)
         finally:

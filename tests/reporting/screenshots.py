@@ -16,8 +16,8 @@ from rich.terminal_theme import DIMMED_MONOKAI
 
 from overland.apps.report.page import asset, build_page, sections_of
 from overland.apps.report.summary import RunReport, open_runs
+from overland.apps.watch.status import Watch
 from overland.apps.watch.view import draw
-from overland.apps.watch.watch import Watch
 from tests.cli.processes import ROOT
 from tests.reporting.browser import Browser, need_browser
 from tests.reporting.recorded import recorded_run

@@ -19,7 +19,7 @@ from tests.reporting.runs import line, make_run, set_live
 
 @pytest.fixture(autouse=True)
 def without_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overland.apps.watch.watch.queued", lambda which: None)
+    monkeypatch.setattr("overland.apps.watch.status.queued", lambda which: None)
 
 
 def ls(*words: object) -> list[dict[str, Any]]:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from overland.apps.watch import watch as watching
+from overland.apps.watch import status as watching
+from overland.apps.watch.status import Queue, QueuedJob, RunStatus, Watch
 from overland.apps.watch.view import draw, finished_words
-from overland.apps.watch.watch import Queue, QueuedJob, RunStatus, Watch
 from overland.config.schema import Job
 from overland.errors import NoRun
 from overland.processes import this_process

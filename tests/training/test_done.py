@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from overland.apps.proofs.pool import RankPool
-from overland.apps.watch.watch import Watch
+from overland.apps.watch.status import Watch
 from overland.run_folder import RunFolder
 from tests.jobs import losses, run_job, tiny_job
 

@@ -10,7 +10,7 @@ import pytest
 from overland.apps.check.rehearsal import known_steps
 from overland.apps.proofs.data import prove_data
 from overland.apps.proofs.pool import RankPool
-from overland.apps.watch.watch import Watch
+from overland.apps.watch.status import Watch
 from overland.checks import check_config
 from overland.config.load import load_config
 from overland.config.schema import JobConfig, LRScheduler

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from overland.apps.proofs.pool import RankPool
-from overland.apps.watch.watch import read_checkpoints
+from overland.apps.watch.status import read_checkpoints
 from overland.checkpoint.folder import list_checkpoints
 from overland.config.schema import Health, JobConfig
 from overland.data.batch import Batch

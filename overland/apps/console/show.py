@@ -1,4 +1,4 @@
-"""What the trainer calls to show a run (see `overland/plugins.py`), and the summary at its end:
+"""What the trainer calls to show a run (see plugins.py), and the summary at its end:
 results, where everything is, and what to do next."""
 
 from __future__ import annotations

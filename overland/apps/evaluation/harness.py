@@ -1,4 +1,4 @@
-"""Adapts our models to the model interface of lm-evaluation-harness.
+"""Our models behind the model interface of lm-evaluation-harness: its requests, prompts and chats.
 
 Texts are tokenized as the harness's own `hf` model does with the exported folder, so that both give
 the same scores: names of special tokens in a text become those tokens, BOS follows the tokenizer's

@@ -26,7 +26,7 @@ from overland.apps.report.sessions import PARTS, ReportedSession
 from overland.apps.report.summary import RunReport, devices_in_words, moment
 from overland.apps.report.svg import chart_svg, in_page, stacked_bar, timeline_svg, value_words
 from overland.apps.watch.files import finite
-from overland.apps.watch.watch import STATES
+from overland.apps.watch.status import STATES
 from overland.errors import ReportError, sentence
 from overland.files import replace_file
 from overland.plugins import need

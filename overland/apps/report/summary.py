@@ -29,7 +29,7 @@ from overland.apps.report.sessions import (
     where_time_went,
 )
 from overland.apps.watch.files import read_json, read_text, read_toml, table_in
-from overland.apps.watch.watch import RunStatus, Watch
+from overland.apps.watch.status import RunStatus, Watch
 from overland.config.derived import model_name
 from overland.config.fields import all_keys
 from overland.config.schema import JobConfig

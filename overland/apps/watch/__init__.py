@@ -1,5 +1,5 @@
 """Live views of runs in a terminal: `overland watch` follows one, `overland ls` lists many.
 
-`watch.py` reads what changes in a run folder, with the readers of `files.py`, and asks Slurm;
+`status.py` reads what changes in a run folder, with the readers of `files.py`, and asks Slurm;
 `view.py` draws it.
 """

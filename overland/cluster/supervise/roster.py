@@ -1,4 +1,4 @@
-"""The nodes of an allocation: which are good, and which of them train."""
+"""The nodes of an allocation: which are good, which of them train, and which are left out."""
 
 from __future__ import annotations
 

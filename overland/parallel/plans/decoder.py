@@ -1,4 +1,4 @@
-"""The plan of a decoder.
+"""The plan of a decoder: what is split over `tp` and how, and what cannot be.
 
     over tp           what is split                             how
     between blocks    rows of the sequence                      norms and residuals work on 1/tp

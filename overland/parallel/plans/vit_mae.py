@@ -1,4 +1,4 @@
-"""The plan of a masked autoencoder.
+"""The plan of a masked autoencoder: what is split over `tp` and how.
 
     over tp           what is split                             how
     into attention    heads                                     q, k, v by columns; output by rows
