@@ -12,6 +12,7 @@ from overland.errors import DataError, OverlandError
 
 PLUGINS = {
     "dialects": "overland.apps.dialects",  # config files of other trainers
+    "adapters": "overland.apps.dialects.peft",  # settings of adapters that PEFT has saved
     "formats": "overland.apps.convert.formats",  # checkpoints of any format
     "torch_files": "overland.apps.convert.formats.torch_save",  # pickled, read without running them
     "console": "overland.apps.console.show",  # what a run shows

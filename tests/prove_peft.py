@@ -23,8 +23,8 @@ from overland.apps.convert import convert
 from overland.apps.convert.formats import LazyCheckpoint, open_any
 from overland.apps.convert.formats.merge import join
 from overland.apps.convert.verify import model_with_weights
+from overland.apps.dialects.peft import KEYS, read_adapter_config, settings_of
 from overland.apps.proofs.pool import RankPool
-from overland.config.adapter import KEYS, read_adapter_config, settings_of
 from overland.config.schema import JobConfig
 from overland.models.registry import read_hf_config
 from overland.world import World

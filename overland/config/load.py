@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from overland.config.adapter import check_expressions, expand_adapter
 from overland.config.arguments import (
     COMMAND_LINE,
     Arguments,
@@ -32,7 +31,7 @@ from overland.config.fields import is_current
 from overland.config.paths import from_own_folder, resolve_paths
 from overland.config.schema import OLDER_WORDS, PAIR_DEFAULTS, SFT_DEFAULTS, Job, JobConfig
 from overland.config.source import SUFFIXES, Entries, KeyPath, Translated, overlay, read_file
-from overland.config.validate import check_switches, validate_entries
+from overland.config.validate import check_expressions, check_switches, validate_entries
 from overland.files import read_json
 from overland.plugins import plugin
 from overland.run_folder import COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
@@ -139,8 +138,10 @@ def load_config(
         if not unresolved:
             config, found = expand_from(config, where("model.from"))
             problems += found
-            config, found = expand_adapter(config, places, where("lora.adapter"))
-            left_out += found
+            if config.lora.adapter is not None:
+                expand = plugin("adapters").expand_adapter
+                config, found = expand(config, places, where("lora.adapter"))
+                left_out += found
         if ("job", "dump_folder") not in places:
             # Configs do not share a folder. The same file always means the same one, which is how a
             # run resumes.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from overland.config.errors import ConfigError, Problem, show_value
 from overland.config.fields import all_keys, find_key, nearest_key, sections
-from overland.config.schema import SWITCHES, JobConfig
+from overland.config.schema import SWITCHES, JobConfig, Lora
 from overland.config.source import Entries, Entry, KeyPath, nest
 from overland.plugins import plugin
 from overland.words import any_of, nearest_name
+
+EXPRESSIONS = ("targets", "exclude", "rank_pattern", "alpha_pattern")
+"""The keys of [lora] that may be regular expressions."""
+MOST_REPEATS = 6  # each one multiplies the cost of a match by up to the length of a name
 
 
 def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[KeyPath]]:
@@ -151,3 +156,42 @@ def _nearest_choice(value: Any, choices: list[str]) -> str | None:
 
 
 LOSS = ("training", "loss")  # near to preference.loss, which it means only with a value of that
+
+
+def check_expressions(
+    config: JobConfig, places: Mapping[KeyPath, str]
+) -> tuple[JobConfig, list[Problem]]:
+    """Returns the config without the regular expressions in `[lora]` that cannot be used, and the
+    problems with these."""
+    problems: list[Problem] = []
+    left: dict[str, Any] = {}
+    for key in EXPRESSIONS:
+        value = getattr(config.lora, key)
+        wrong = next(filter(None, map(wrong_expression, expressions_in(value))), "")
+        if wrong:
+            where = next((at for path, at in places.items() if path[:2] == ("lora", key)), "")
+            problems.append(Problem(wrong, where, f"lora.{key}", value))
+            left[f"lora.{key}"] = Lora.model_fields[key].default
+    return config.having(left), problems
+
+
+def expressions_in(value: str | list[str] | dict[str, Any]) -> list[str]:
+    """Returns the regular expressions in a value of `[lora]`; lists contain names, not
+    expressions."""
+    return [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
+
+
+def wrong_expression(text: str) -> str:
+    """Returns why a regular expression is refused, or an empty string. Some, such as (.+)+x,
+    (.|.)*x or .* many times over, would take years to match a name of 40 letters."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return "is not a valid regular expression"
+    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", text, flags=re.DOTALL)
+    if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+{]", bare)) > MOST_REPEATS:
+        return (
+            f"repeats a group, or has more than {MOST_REPEATS} of * + {{}}, and could take forever "
+            "to match; write it without these"
+        )
+    return ""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from overland.checkpoint.lazy import Lazy, LazyCheckpoint, Origin, counting, mark_files
 from overland.checkpoint.read import CheckpointReader
-from overland.config.adapter import ADAPTER_CONFIG
 from overland.config.schema import JobConfig
 from overland.data.sft import tokenizer_for_chats
 from overland.errors import CheckpointError, MismatchError, ModelError
@@ -32,7 +31,7 @@ from overland.plugins import plugin
 from overland.training.run import Run
 from overland.training.state import check_finite
 
-ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
 
 
 def load_start(run: Run) -> None:

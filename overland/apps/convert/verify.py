@@ -10,8 +10,8 @@ from torch import nn
 
 from overland.apps.convert.formats.lazy import digest
 from overland.apps.convert.formats.merge import Merged, compare
+from overland.apps.dialects.peft import settings_of
 from overland.checkpoint.lazy import MODEL, Config, LazyCheckpoint
-from overland.config.adapter import settings_of
 from overland.errors import CheckpointError, ModelError
 from overland.models.config import EMBEDDING, HEAD
 from overland.models.flops import sample_fields

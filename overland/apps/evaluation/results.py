@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from overland.config.adapter import ADAPTER_CONFIG
+from overland.apps.dialects.peft import ADAPTER_CONFIG
 from overland.errors import sentence
 from overland.files import read_json, replace_file, sync
 from overland.run_folder import CHECKPOINT, COMMITTED, EVALUATIONS

@@ -20,7 +20,7 @@ from overland.apps.convert.formats.merge import Merged, join, merge
 from overland.apps.convert.formats.overland import adapter_config
 from overland.apps.convert.formats.peft import plain_name
 from overland.apps.convert.verify import model_with_weights
-from overland.config.adapter import read_adapter_config, settings_of
+from overland.apps.dialects.peft import read_adapter_config, settings_of
 from overland.errors import CheckpointError
 from overland.models.init import init_buffers
 from overland.models.lora import LoRA

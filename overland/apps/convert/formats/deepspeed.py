@@ -20,8 +20,8 @@ from overland.apps.convert.formats.lazy import Joined, Stored, cast_lazily, conf
 from overland.apps.convert.formats.peft import PREFIX, plain_name, plain_names
 from overland.apps.convert.formats.pickles import StandIn
 from overland.apps.convert.formats.torch_save import read_torch_file, scalar, tensors_in
+from overland.apps.dialects.peft import ADAPTER_CONFIG, read_adapter_config
 from overland.checkpoint.lazy import MODEL, MOMENTS, OPTIMIZER, Config, Lazy, LazyCheckpoint, Shape
-from overland.config.adapter import ADAPTER_CONFIG, read_adapter_config
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from overland.apps.convert.formats.peft import Adapter, adapters_in, require_adapter, trained
+from overland.apps.dialects.peft import settings_of
 from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
-from overland.config.adapter import settings_of
 from overland.errors import CheckpointError
 from overland.models.config import EMBEDDING, HEAD
 from overland.models.lora_targets import ALL_LINEAR, is_adapter, is_target

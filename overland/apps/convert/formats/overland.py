@@ -16,6 +16,7 @@ from torch import Tensor
 import overland
 from overland.apps.convert.formats.hf import open_hf
 from overland.apps.convert.formats.lazy import Options, held, read_json_object
+from overland.apps.dialects.peft import KEYS
 from overland.checkpoint.folder import committed, latest_checkpoint, step_of
 from overland.checkpoint.lazy import (
     LEFT_OUT,
@@ -31,7 +32,6 @@ from overland.checkpoint.lazy import (
 )
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
 from overland.checkpoint.write import write_whole_tensors
-from overland.config.adapter import KEYS
 from overland.config.derived import GroupRates, group_rates
 from overland.config.schema import Lora, Optimizer
 from overland.data.tokenizer_files import companions_in

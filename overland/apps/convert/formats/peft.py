@@ -21,8 +21,8 @@ from overland.apps.convert.formats.safetensors import (
     write_checksums,
     write_safetensors,
 )
+from overland.apps.dialects.peft import ADAPTER_CONFIG, read_adapter_config, settings_of
 from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
-from overland.config.adapter import ADAPTER_CONFIG, read_adapter_config, settings_of
 from overland.config.schema import Lora
 from overland.data.tokenizer_files import companions_in, refuse_link_out
 from overland.errors import CheckpointError

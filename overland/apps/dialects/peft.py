@@ -6,7 +6,6 @@ is refused by name, even if a later version of PEFT added it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 from overland.config.errors import Problem
 from overland.config.schema import JobConfig, Lora
 from overland.config.source import KeyPath
+from overland.config.validate import EXPRESSIONS, expressions_in, wrong_expression
 from overland.errors import CheckpointError
 from overland.files import LARGEST_CONFIG, read_json
 
@@ -42,8 +42,6 @@ NO_MATTER = {
     "loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size",
     "revision", "runtime_config", "task_type",
 }  # fmt: skip
-EXPRESSIONS = ("targets", "exclude", "rank_pattern", "alpha_pattern")
-MOST_REPEATS = 6  # each one multiplies the cost of a match by up to the length of a name
 # These initializations change the frozen weights, and the adapter's file does not contain the
 # change.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -89,27 +87,10 @@ def settings_of(contents: Mapping[str, Any], where: Path | str) -> Lora:
     if settings.rank < 1:
         raise CheckpointError(f"{where}: r = {settings.rank}; expected a rank of 1 or more")
     for key in EXPRESSIONS:
-        for text in _expressions(getattr(settings, key)):
-            if wrong := _wrong_expression(text):
+        for text in expressions_in(getattr(settings, key)):
+            if wrong := wrong_expression(text):
                 raise CheckpointError(f"{where}: {text!r:.80} {wrong}")
     return settings
-
-
-def check_expressions(
-    config: JobConfig, places: Mapping[KeyPath, str]
-) -> tuple[JobConfig, list[Problem]]:
-    """Returns the config without the regular expressions in `[lora]` that cannot be used, and the
-    problems with these."""
-    problems: list[Problem] = []
-    left: dict[str, Any] = {}
-    for key in EXPRESSIONS:
-        value = getattr(config.lora, key)
-        wrong = next(filter(None, map(_wrong_expression, _expressions(value))), "")
-        if wrong:
-            where = next((at for path, at in places.items() if path[:2] == ("lora", key)), "")
-            problems.append(Problem(wrong, where, f"lora.{key}", value))
-            left[f"lora.{key}"] = Lora.model_fields[key].default
-    return config.having(left), problems
 
 
 def expand_adapter(
@@ -118,8 +99,7 @@ def expand_adapter(
     """Returns the config with the `[lora]` settings of the adapter in `lora.adapter`, and problems.
     A key that is set to a different value contradicts the adapter."""
     name = config.lora.adapter
-    if name is None:
-        return config, []
+    assert name is not None
     folder = Path(name)
     if not folder.is_dir() and config.lora.rank:
         return config, []  # a run that has already started; `checks` reports it
@@ -165,28 +145,6 @@ def _require_readable(contents: Mapping[str, Any], where: Path | str) -> None:
             refuse(name, " is not supported")
     if not isinstance(contents.get("base_model_name_or_path"), str | None):
         refuse("base_model_name_or_path", " is not a name")
-
-
-def _expressions(value: str | list[str] | dict[str, Any]) -> list[str]:
-    """Returns the regular expressions in a value of `[lora]`; lists contain names, not
-    expressions."""
-    return [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
-
-
-def _wrong_expression(text: str) -> str:
-    """Returns why a regular expression is refused, or an empty string. Some, such as (.+)+x,
-    (.|.)*x or .* many times over, would take years to match a name of 40 letters."""
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        return "is not a valid regular expression"
-    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", text, flags=re.DOTALL)
-    if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+{]", bare)) > MOST_REPEATS:
-        return (
-            f"repeats a group, or has more than {MOST_REPEATS} of * + {{}}, and could take forever "
-            "to match; write it without these"
-        )
-    return ""
 
 
 def _comparable(value: Any) -> Any:
