@@ -1,6 +1,7 @@
-"""What the core uses of the applications above it, found by name and imported when first needed, so
-that a run that needs none of it neither loads nor depends on it; and optional packages, whose
-absence is an error that names the extra to install."""
+"""What the core uses of the applications above it, found by name and imported when first needed;
+and optional packages, whose absence is an error that names the extra to install. A run that needs
+none of the applications neither loads nor depends on them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Formats values and commands for sentences, and makes untrusted text safe to print."""
+"""Formats values and commands for sentences, suggests the name that was meant, and makes untrusted
+text safe to print.
+"""
 
 from __future__ import annotations
 

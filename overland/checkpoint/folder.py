@@ -1,4 +1,5 @@
-"""The folder of a run's checkpoints: what it contains, what is kept, and what is set aside.
+"""The folder of a run's checkpoints: decides which are kept (the latest, every n steps, the best),
+which is the newest, and which are deleted or set aside.
 
 checkpoint/
   step_100/            committed

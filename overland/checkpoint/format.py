@@ -1,4 +1,5 @@
-"""The format of a checkpoint folder.
+"""The format of a checkpoint folder: safetensors files of parts, the index of where each part is,
+the marker COMMITTED, and the checksums of all of them.
 
     step_100/
       rank_00000.safetensors …   parts of tensors, plain safetensors files

@@ -1,4 +1,5 @@
-"""A checkpoint of any format, as a run sees it: tensors that are read when needed.
+"""A checkpoint of any format, as a run sees it: tensors that are read when needed, and frozen
+weights that are left out and found again in the folder they were loaded from.
 
 All of them are lazy: shape and dtype are known, bytes are read on demand. They are named like a
 run's own state: `model.<Hugging Face name>`, `optimizer.<name>.<state>` (for AdamW: exp_avg and

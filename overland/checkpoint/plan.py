@@ -1,4 +1,5 @@
-"""Plans which rank writes what, once per run, since a run's tensors do not change.
+"""Plans which rank writes which part of each tensor, and into which files, once per run, since a
+run's tensors do not change.
 
 Of several ranks that hold the same box of a tensor, one is chosen by the tensor's name, without
 communication; only the rest goes to rank 0, which drops the remaining duplicates (plain tensors,

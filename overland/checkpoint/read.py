@@ -1,4 +1,5 @@
-"""Reads committed checkpoints: every byte is verified, and nothing that is read can run code.
+"""Reads committed checkpoints in any layout: every byte is verified, tensors that are missing,
+misshapen or unused are refused, and nothing that is read can run code.
 
 Any box of a tensor can be read, whatever boxes it was written in. Each rank reads its own bytes;
 the index, which all ranks need, is read by one of them (`open_together`).

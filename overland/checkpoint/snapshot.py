@@ -1,4 +1,5 @@
-"""A copy of a rank's tensors in host memory, taken while training continues.
+"""Copies a rank's tensors to host memory while training continues, or fetches them without a copy
+for lack of memory, and tests them for values that are not finite.
 
 On a GPU a thread queues the copies on a separate stream, into pinned memory: they run at the speed
 of the link and overlap with the next forward and backward pass. Only the update, which would

@@ -1,4 +1,5 @@
-"""Saves a run's state, mostly in the background.
+"""Saves a run's state, mostly in the background: snapshot, writing, commit, then deletion of old
+checkpoints; abandons a save that stalls, and keeps a state that is not finite from being resumed.
 
 1. The loop calls `save`: a snapshot of this rank's tensors is started (see snapshot.py), and the
    loop continues.

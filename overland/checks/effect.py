@@ -1,4 +1,5 @@
-"""Refuses settings that would have no effect.
+"""Refuses settings that would have no effect, because another key hides them or what they belong to
+is switched off.
 
 A key that another one hides is an error where the user set both. A section that is switched off
 (`enable = false`, a degree of 1) may keep its keys in a file, since people switch it on and off; on

@@ -1,4 +1,6 @@
-"""Checks that files, folders and datasets of a config exist, and says how to fetch missing ones."""
+"""Checks that files, folders and datasets of a config exist, says how to fetch missing ones, and
+refuses a run folder that holds a different run or other files.
+"""
 
 from __future__ import annotations
 

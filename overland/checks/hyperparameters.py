@@ -1,5 +1,6 @@
 """Checks that the optimizer, the learning-rate schedule and the objective exist, accept their
-options, and fit the run."""
+options, and fit the run; also epochs, parameter groups, and packing of conversations.
+"""
 
 from __future__ import annotations
 

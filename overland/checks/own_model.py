@@ -1,5 +1,6 @@
-"""What a model reveals when it is built on the meta device, which computes nothing. A user's own
-model may differ from ours.
+"""Refuses a user's own model whose blocks do not run as its `structure()` says, by which a pipeline
+is split, and finds the matrices that transforms or the optimizer leave out. Both show when the
+model is built on the meta device, which computes nothing.
 
 Its blocks must be called in the order in which `structure()` names them, and pass what it
 describes: a pipeline is split by that description alone, so a wrong order would give wrong results,

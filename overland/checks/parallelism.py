@@ -1,5 +1,6 @@
-"""Checks that the degrees multiply to the number of devices, that the ZeRO shorthand agrees with
-them, and that batches divide evenly among ranks and micro-batches."""
+"""Checks that the degrees multiply to the number of devices and agree with the ZeRO shorthand, and
+that model, rows and batches divide evenly among axes, ranks and micro-batches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Settings from the command line and the environment.
+"""Settings from the command line (`key=value`, `--section.key value`) and from environment
+variables such as NGPU; decides how the text of a value is read.
 
 `key=value`, `--section.key value`, `--section.key=value`, `--section.flag` and
 `--section.no-flag` all become the same kind of entry. A value is parsed as TOML if possible, and

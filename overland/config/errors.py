@@ -1,4 +1,5 @@
-"""Problems of a config, one line each. `validate.py` finds them, and the name that was meant.
+"""The kinds of problems of a config, and how each is written in one line. `validate.py` finds them,
+and the name that was meant.
 
 A line gives the place (file and line, command line, or environment variable), the key and value,
 what was expected, and the nearest valid name: `run.toml:12: training.seq_lenn = 2048: unknown key;

@@ -1,4 +1,6 @@
-"""Looks up the schema: which keys exist, of which type, and how to describe them in words."""
+"""Looks up the schema: which keys exist, of which type, how to describe them in words, and which
+key a misspelled name most likely meant.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The single entry point: a file or recipe, the environment and the command line become one
-`JobConfig`.
+`JobConfig`; expands `model.from`, and fills in the defaults that `[sft]` needs.
 
 1. The file is read into entries (key path, value, place); dialects are translated to current keys.
 2. COMM_BACKEND overrides the file, and the command line overrides both.

@@ -1,4 +1,5 @@
-"""Config files as a flat map from key path to value and place.
+"""Reads TOML and YAML config files as a flat map from key path to value and place (file and line),
+and decides what of a file the command line replaces.
 
 TOML and YAML both become `Entries`, so that nothing after this module depends on the format.
 """

@@ -1,4 +1,6 @@
-"""Turns entries into a `JobConfig`, or into one sentence per problem."""
+"""Turns entries into a `JobConfig`, or into one sentence per problem: unknown keys, wrong types,
+keys of a section that is off, and expressions in `[lora]` that could take forever.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Samples that are named arrays, such as an image and its class, and how a shard stores them.
+"""Samples that are named arrays, such as an image and its class, and channels next to token ids:
+checks them against the fields that a source declares, and decides how a shard stores a sample.
 
 A source of `kind = "arrays"` declares its fields, and each of its documents is a dict with them:
 

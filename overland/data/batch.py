@@ -1,4 +1,5 @@
-"""A batch, the input of a training step: rows with named fields, such as tokens and labels.
+"""Makes a batch, the input of a training step: turns a rank's rows into named tensors, reads ahead,
+masks rows beyond the last epoch, and preprocesses images as `[images]` says.
 
 Batch t is a function of the plan and t. A rank loads its share of the rows at the last moment, so
 ranks, workers and restarts cannot change what is read; `read_ahead` does so while the previous step

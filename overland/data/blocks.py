@@ -1,4 +1,5 @@
-"""A stream of blocks: the documents of each window are packed into blocks, which are shuffled.
+"""A stream of blocks: packs the documents of each window, shuffles the blocks or groups them by
+length, and cuts the unread ones again when the sequence length changes.
 
 A stream may begin with what is left of another one: when the sequence length changes in the middle
 of a window, the blocks that were not read yet are joined and cut again. No token is repeated or

@@ -1,5 +1,5 @@
-"""Conversations as tokens: a chat template writes the turns, and we keep track of which part of the
-text is the assistant's.
+"""Renders conversations with a chat template: finds which part of the text is the assistant's, and
+keeps the names of special tokens in messages from becoming those tokens.
 
 A template is a Jinja program that comes with a tokenizer. Here it writes exactly what transformers'
 `apply_chat_template` writes. Two things are exact here that usually are not:

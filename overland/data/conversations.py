@@ -1,4 +1,5 @@
-"""Converts the records of fine-tuning datasets, whatever their shape, to conversations.
+"""Converts records of fine-tuning datasets to conversations: detects their shape (`sft.shape`) from
+the columns, and reads roles, turns, `tools`, pairs of answers, and weights of single turns.
 
 The shape of a dataset is detected from the columns of its records; `sft.shape` overrides it.
 

@@ -1,4 +1,5 @@
-"""Opens the corpora that a config names, both built and streamed.
+"""Opens the corpora that a config names, built or streamed, and refuses one whose vocabulary, or
+whose settings for conversations, do not fit the run.
 
 A streamed corpus is tokenized while it is read, ahead of training.
 """

@@ -1,4 +1,5 @@
-"""A corpus: numbered token shards, made ahead of time or on demand; readers see no difference.
+"""A corpus: numbered token shards, made ahead of time or on demand; decides who makes a missing
+shard, how long a reader waits for it, and which are deleted to stay within `data.cache_gb`.
 
 `shard(number)` opens a shard. If it is missing, it waits for a background process of this rank,
 another rank or another node to make it; if none does so within a moment, this process makes it.

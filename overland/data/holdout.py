@@ -1,4 +1,5 @@
-"""Keeps validation data apart from training data.
+"""Keeps validation data apart from training data: decides what share of the documents
+`data.holdout` holds out, and refuses validation data that is also training data, under any name.
 
 `data.holdout` holds out some documents for validation, chosen by their content.
 Each document has a mark, a keyed hash of its tokens without BOS and EOS, and is held out if the

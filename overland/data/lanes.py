@@ -1,5 +1,5 @@
-"""Rows, with the borders of documents in them, and what a sampler reads them from: a lane, an
-endless sequence of numbered rows.
+"""Rows and their labels, without loss on padding and across borders of documents; and lanes, the
+endless sequences of numbered rows that a sampler reads, here of images and random tokens.
 
 Documents that are packed into blocks are in blocks.py. Here are the random tokens of proofs and
 benchmarks, and images, which are read one by one from their files, or generated from noise, without

@@ -1,4 +1,5 @@
-"""Converts a conversation to a sample: its token ids, and the loss weight of each.
+"""Converts a conversation to token ids and the loss weight of each: decides which turns are learned
+(`sft.learn`), what happens if it is too long, and how pairs of answers share a row.
 
 A pair of answers is one sample, too: the chosen and the rejected one, each with the prompt before
 it, one after the other. It has a row to itself. The channel `answers` says which of the two a token

@@ -1,4 +1,5 @@
-"""Packing: cuts the documents of a window, given by their lengths, and arranges them in blocks.
+"""Packing (`data.packing`): cuts the documents of a window, given by their lengths, and arranges
+them in blocks; decides what is repeated, padded or dropped.
 
 A block is `seq_len + 1` tokens: the model reads all but the last and predicts all but the first.
 Where a document is cut, the last token of one block is also the first of the next, so every token

@@ -1,4 +1,5 @@
-"""The plan of a run's data: sources, seed, and segments.
+"""The plan of a run's data: sources, seed, and segments with batch size, sequence length, packing
+and weights; decides which changes begin a new segment, and which are refused.
 
 A segment says how batches are made from some batch on: global batch size, sequence length, packing,
 weights. Changing one of these in the middle of a run appends a segment; data that was read is not

@@ -1,4 +1,6 @@
-"""Prepares the training and validation sets of a config: tokenizer, corpora, plan, sampler."""
+"""Prepares the training and validation sets of a config (tokenizer, corpora, plan, sampler), and
+resumes with the plan of a checkpoint, also if sources were renamed or removed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sampler: determines the blocks of batch t, for the whole world or one rank's share of it.
+"""The sampler: decides which rows of which source are in batch t, which of them a rank reads, where
+the last epoch ends, and what is read next when a new segment begins.
 
 A mixture of sequences has a lane of blocks per source, and rows are taken from the lanes in turn.
 A mixture of documents has one lane, whose windows contain documents of all sources in turn. When a

@@ -1,4 +1,5 @@
-"""Fine-tuning data: turns conversations into tokens with weights, as the keys of `[sft]` say.
+"""The source of fine-tuning data, as the keys of `[sft]` say: chooses the chat template, adds
+`sft.new_tokens` to the tokenizer, and reads conversations as tokens with weights.
 
 This is all that fine-tuning adds to the data: order, packing, ranks, resume, holdouts and the
 ledger only know tokens and their channels, and nothing about chats.

@@ -1,4 +1,5 @@
-"""A shard: the documents of some consecutive chunks as token ids, or as bytes, in one file.
+"""The format of a shard, and how it is written and verified: the documents of consecutive chunks as
+token ids or bytes in one file, each with the hash by which `data.holdout` chooses.
 
     head      64 bytes, see `HEAD`
     tokens    all documents concatenated, little-endian uint16 or uint32, or bytes; padded to

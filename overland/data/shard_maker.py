@@ -1,4 +1,5 @@
-"""Makes one shard from its chunks: read, encode, check, write.
+"""Makes one shard from its chunks: reads, checks and encodes documents, skips or refuses bad ones,
+and writes the file, unless it exists or another process holds a claim on it.
 
 A shard is a pure function of source, tokenizer, policy and number, whoever makes it: a background
 process, a build, or a reader that needs it.

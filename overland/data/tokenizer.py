@@ -1,4 +1,5 @@
-"""Text to tokens and back, with the tokenizer in a model's folder.
+"""Text to tokens and back, with the tokenizer in a model's folder: keeps special tokens out of
+text, adds BOS and EOS to documents, and computes the fingerprint that tells tokenizers apart.
 
 Three kinds of files are read, each with its own library: `tokenizer.json` (Hugging Face), and
 `tokenizer.model` as either a sentencepiece model or tiktoken's ranks. All of them work the same:

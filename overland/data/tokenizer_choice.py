@@ -1,4 +1,5 @@
-"""Chooses the tokenizer of a run, and whether its documents begin with BOS and end with EOS.
+"""Chooses the tokenizer of a run, and whether its documents begin with BOS and end with EOS, and
+refuses a corpus that was made with another tokenizer or another policy.
 
 The tokenizer is the model's own, or one that is trained on the text; a built corpus has its own. If
 the config does not specify BOS and EOS, the run that is resumed, an existing corpus, or the

@@ -1,4 +1,5 @@
-"""The three kinds of tokenizers, each read with its own library, behind one protocol.
+"""The three kinds of tokenizers behind one protocol, each read with its own library: Hugging Face's
+tokenizer.json, sentencepiece models, and tiktoken's ranks as in Llama 3.
 
 A `tokenizer.json` is read with Hugging Face's tokenizers. A `tokenizer.model` is a sentencepiece
 model, as in Llama 2, Mistral and Gemma, or a list of tiktoken ranks, as in Llama 3's `original/`

@@ -1,4 +1,5 @@
-"""The files of a tokenizer: the tokenizer itself, and the files next to it that describe it.
+"""Finds and reads the files of a tokenizer and those next to it (special tokens, chat templates),
+and refuses rules that would multiply a text or take forever to match it.
 
 `check_rules` refuses a tokenizer.json whose rules would multiply a text, or could take forever to
 match it. A file of a few hundred bytes can turn a page into gigabytes, which ends the process

@@ -1,4 +1,6 @@
-"""The sources that a config names for training and validation, and how each is opened."""
+"""Decides which sources a config names for training and for validation, and how each is opened:
+from a path, by a known name, as a built corpus, or generated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The order of documents, window by window.
+"""The order of documents: shuffles shards and groups them into windows, shuffles the documents in
+each, alternates the sources of a mixture, and ends a source after its `max_epochs`.
 
 In each epoch, the shards of a corpus are permuted, and consecutive ones form a *window*: large
 enough to mix well, and small enough to keep ready. Inside it, documents are permuted again. The

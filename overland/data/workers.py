@@ -1,4 +1,5 @@
-"""Background processes that make shards: plain processes, one thread each, without torch.
+"""Background processes that make shards, without torch: starts and replaces them, tells them which
+shards come next, and collects their progress and errors.
 
 The parent sends the list of shards it expects; each process goes through that list and makes the
 first one that is missing and not claimed. Claims are the only thing they share, so that processes

@@ -1,6 +1,6 @@
-"""Simulates one training step of one rank of any world, without devices: the real mesh and the real
-model, sharded on the meta device over a fake process group, then stepped with fake tensors, which
-have shapes but no memory.
+"""Simulates one training step of one rank of any world, without devices, to count its memory and
+collectives: the real mesh and model, over a fake process group and with fake tensors. The model is
+sharded on the meta device, then stepped; fake tensors have shapes but no memory.
 
 What fails here would also fail on the cluster, after hours in the queue. The counts (parameters,
 bytes, collectives) are exact for the step as written, but exclude the workspace of kernels. The

@@ -1,6 +1,7 @@
-"""Builds all shards of a corpus ahead of training: with several processes, in parts if wanted, over
-as many sessions as it takes. Finished shards are kept, and the builder that finishes the last one
-marks the corpus complete."""
+"""Builds a corpus ahead of training, with several processes, and in parts if wanted: makes only the
+shards that are missing, so that an interrupted build resumes. Finished shards are kept, and the
+builder that finishes the last one marks the corpus complete.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Says how a run reads its conversations, and what about them may be a surprise."""
+"""Writes the notes on how a run reads its conversations (shape, template, which turns are learned),
+and on what about them may be a surprise.
+"""
 
 from __future__ import annotations
 

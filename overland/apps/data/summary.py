@@ -1,4 +1,6 @@
-"""Summarizes a source: reads everything once, and counts it."""
+"""Summarizes a source: reads everything once, and counts its documents, bad ones, lengths and
+tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains a tokenizer on the text of a run that has none."""
+"""Trains a byte-level BPE tokenizer on the text of a run that has none."""
 
 from __future__ import annotations
 

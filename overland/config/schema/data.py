@@ -1,4 +1,6 @@
-"""What is trained and validated on: sources, batches, conversations, pairs and images."""
+"""Keys of `[data]`, `[images]`, `[sft]`, `[preference]` and `[validation]`, with defaults and
+bounds: what is trained and validated on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Where a run writes and what it does besides training: metrics, traces, checkpoints, failures."""
+"""Keys of `[job]`, `[metrics]`, `[profiling]`, `[checkpoint]`, `[comm]`, `[health]` and `[debug]`,
+with defaults and bounds: where a run writes, and what it does besides training.
+"""
 
 from __future__ import annotations
 

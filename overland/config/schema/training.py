@@ -1,4 +1,6 @@
-"""What is trained and how: the model, its adapters, the step, the optimizer and the layout."""
+"""Keys of `[model]`, `[training]`, `[optimizer]`, `[lr_scheduler]`, `[lora]`, `[parallelism]`,
+`[activation_checkpoint]` and `[compile]`, with defaults and bounds: what is trained, and how.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Sources of documents: one class per format, each of which lists chunks and reads them.
+"""Sources of documents: one class per format, each of which lists chunks and reads them;
+`open_source(path)` detects the format.
 
-`open_source(path)` detects the format. A document is a text, or the token ids of one that is
-already tokenized. A chunk is a name, such as `part-3.parquet#7`: a part of a file that is read
-front to back.
+A document is a text, or the token ids of one that is already tokenized. A chunk is a name, such as
+`part-3.parquet#7`: a part of a file that is read front to back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Reads files as bytes, decompressed if necessary, and explains why one cannot be read."""
+"""Reads files as bytes, decompressing gzip, zstd, xz and bz2 within limits of memory, and explains
+why one cannot be read.
+"""
 
 from __future__ import annotations
 

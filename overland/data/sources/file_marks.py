@@ -1,4 +1,5 @@
-"""Detects changed files: a mark of each file is taken once and compared later.
+"""Detects changed files: a mark of each file is taken once and compared later, by size and bytes
+rather than time; of large files in large corpora, it covers only some blocks.
 
 The modification time changes when a file is copied or touched (which people do to keep files from
 being purged), so a file counts as changed only if its size or its bytes differ. Bytes are compared

@@ -1,4 +1,5 @@
-"""Selects the data files in folders written by `datasets` or downloaded from the Hugging Face Hub.
+"""Selects the data files of a subset and a split in folders written by `datasets` or downloaded
+from the Hugging Face Hub.
 
 A `save_to_disk` folder lists its files. The README.md of a Hub folder may say which files belong to
 which subset (config) and split; otherwise the names of folders and files decide.

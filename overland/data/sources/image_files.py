@@ -1,4 +1,5 @@
-"""Images in files: a CSV that lists `.npy`, `.npz` and `.safetensors` files, and their arrays.
+"""Images in files: reads a CSV that lists `.npy`, `.npz` and `.safetensors` files, decides how many
+images an array holds, and pads smaller ones to the common size.
 
     path
     run-12/0001.npy

@@ -1,4 +1,5 @@
-"""JSON lines: one record per line. Files are read in parts.
+"""JSON lines, one record per line, or an array of records in a .json file: decides how a file, also
+a compressed one, is divided into parts that several processes can read.
 
 A part holds the lines that begin in it, so that several processes can share one file and a build
 that is killed keeps the parts it finished. Parts are byte ranges: of the file or, if it is

@@ -1,4 +1,5 @@
-"""What a source is.
+"""What a source is: the methods that a user's own needs and the defaults of the rest, the kinds of
+documents, which files below a folder are read, and what happens to a bad document.
 
 A `Source` lists chunks and reads each front to back; everything else about it has a default. A
 user's own needs only these two methods, and `as_source` adds the rest. Sources that read files know

@@ -1,8 +1,8 @@
-"""Files of text, also compressed: plain text, JSON lines and CSV.
+"""Files of text, also compressed: plain text, JSON lines and CSV; and the built-in corpus, the
+source code of Python's standard library.
 
 A plain text file is a document. In JSON lines and CSV, a line or row is a record, and one of its
-values holds the documents. The built-in corpus is text, too: the source code of Python's standard
-library.
+values holds the documents.
 """
 
 from __future__ import annotations
