@@ -1,4 +1,5 @@
-"""How matrices are multiplied in 8 bits, with one scale per tensor, which the tensor determines.
+"""How matrices are multiplied in 8 bits: one scale per tensor, from its largest element, the casts,
+and the product; models/float8.py decides which layers use it.
 
 A tensor is multiplied by a scale that maps its largest element to the end of the dtype's range, and
 rounded. The product of two such tensors, divided by both scales, is close to the product of the

@@ -1,4 +1,5 @@
-"""How matrices are stored in 4 bits, with their scales (NF4 of QLoRA, Dettmers et al. 2023).
+"""The format of matrices stored in 4 bits (NF4 of QLoRA): the levels, and one scale per 64 weights;
+models/nf4.py decides which matrices have it. NF4 is by Dettmers et al. 2023.
 
 Weights are approximately normally distributed, so the 16 levels are quantiles of the normal
 distribution. Every 64 weights of a row share a scale, the largest of their absolute values. A row

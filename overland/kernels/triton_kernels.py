@@ -1,4 +1,5 @@
-"""The Triton versions of kernels, whose plain definitions specify what they compute."""
+"""The Triton versions of the training kernels (AdamW, cross-entropy, 8-bit casts, 4-bit unpacking,
+sums of squares), whose plain definitions specify what they compute."""
 
 from __future__ import annotations
 

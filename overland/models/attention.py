@@ -1,4 +1,5 @@
-"""The attention core: queries, keys, values and a mask to outputs. No parameters, no state.
+"""The attention core and its masks: which keys a query sees, and which backend (SDPA, cuDNN, flash,
+flex) computes which mask. No parameters, no state.
 
 Each layer calls its own `Attention` instance as a module, so that parallel code can hook or replace
 it. Which keys a query sees is described by a `Mask`, built once per forward pass and window size

@@ -1,5 +1,5 @@
-"""A run's model on the meta device, before anything is split: built by its own function, changed by
-transforms, in the parameters' dtype, and with what is not trained frozen."""
+"""Builds a run's model on the meta device, unsplit: which transforms the config asks for, in which
+order, the dtype of its parameters, and which are frozen."""
 
 from __future__ import annotations
 

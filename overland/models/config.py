@@ -1,5 +1,5 @@
-"""The config of a dense decoder: one frozen record with Hugging Face's field names, read from and
-written to a config.json.
+"""The config of a dense decoder (from and to config.json), and the parameter shapes, attention FLOP
+and activation memory that follow from it. It is one frozen record with Hugging Face's field names.
 
 The families differ only by options, never by copies of the model:
 

@@ -1,4 +1,5 @@
-"""One dense decoder for every family: the options are in its config (see config.py).
+"""The dense decoder of every family: its layers (attention, MLP, norms), embedding and head; their
+options are in config.py.
 
 The module tree and the parameter names are Hugging Face's. Parts may be missing, so that a pipeline
 stage is the same class with fewer modules: without `embed_tokens` the input is hidden states, and

@@ -1,5 +1,5 @@
-"""Random numbers that depend only on their position: for initial weights (init.py), and for dropout
-and noise.
+"""Random numbers that depend only on their position: for initial weights (init.py), for dropout,
+and for noise on embeddings (NEFTune).
 
 Every token of a batch has its own number, a hash of the seed, the sample, the epoch and the token's
 position in its row. Each module derives its own random numbers from it and from its name. So they

@@ -1,4 +1,5 @@
-"""Linear layers that multiply in 8 bits, forward and backward (see kernels/float8.py).
+"""The float8 transform: which linear layers multiply in 8 bits, and in which formats forward and
+backward; scales and casts are in kernels/float8.py.
 
     out    = x · wᵀ        e4m3 · e4m3
     grad_x = grad · w      e5m2 · e4m3

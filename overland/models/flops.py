@@ -1,5 +1,6 @@
-"""Parameter and FLOP counts of a model, and the unit that its training is counted in, from the
-description in its config or its module.
+"""Counts a model's parameters and training FLOP (for MFU, and to balance pipeline stages), and
+decides whether training is counted in tokens or samples. All of this follows from the description
+in its config or its module.
 
 The main figure is the one that papers and torchtitan report, so that MFU can be compared:
 FLOP/token = 6 (N - N_input_embedding) + 12 L H d S. A tied embedding is included, since it is also

@@ -1,4 +1,5 @@
-"""The pieces of a Hugging Face config.json: model families, their keys, rotary embeddings.
+"""Hugging Face's model families: which keys their config.json may have, their defaults, and which
+are refused; also the keys of rotary embeddings.
 
 A key that Overland does not know may change the mathematics (Granite's multipliers, Gemma's
 soft-caps, a MoE's experts), and silently dropping it would train a wrong model for weeks. So

@@ -1,4 +1,5 @@
-"""Initial weights, as a pure function of (seed, parameter name, element), and initial buffers.
+"""Initial weights: the standard deviations of a decoder's weights, and numbers that are a pure
+function of (seed, parameter name, element); and initial buffers.
 
 The scheme: embeddings, linear layers and the output matrix are normal with mean 0 and standard
 deviation `initializer_range`; for `o_proj` and `down_proj`, which write into the residual stream,

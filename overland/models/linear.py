@@ -1,4 +1,5 @@
-"""Linear layers that a transform has changed in place: their weights keep their names.
+"""Base classes of linear layers that transforms change in place (8 bits, 4 bits, sparse, adapters),
+and of those transforms. Weights keep their names.
 
 A class of such layers says what tensor parallelism needs to split it, so that parallel code knows
 none of them by name.

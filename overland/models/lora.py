@@ -1,4 +1,5 @@
-"""Low-rank adapters for frozen matrices (LoRA, Hu et al. 2021), as PEFT computes and names them.
+"""Low-rank adapters for frozen matrices (LoRA, rsLoRA, DoRA), their dropout and initial values, as
+PEFT computes and names them. LoRA (Hu et al. 2021) is
 
     out = x · Wᵀ  +  scale · (x · Aᵀ) · Bᵀ        A: rank × in,  B: out × rank, which starts at zero
 

@@ -1,4 +1,5 @@
-"""Losses from hidden states, labels and the output matrix, without ever holding all logits.
+"""Cross-entropy, z-loss and log-probabilities of labels, from hidden states and the output matrix,
+in chunks, without ever holding all logits.
 
     weighted sum     Σ w · -log p(label), and z-loss: the gradients are computed in the forward
                      pass, while a chunk's logits exist, so nothing is recomputed. The price is one

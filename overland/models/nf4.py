@@ -1,4 +1,5 @@
-"""Frozen linear layers in 4 bits, with adapters (QLoRA; see kernels/nf4.py).
+"""The 4-bit transform (QLoRA): which frozen linear layers are kept in NF4, and how they multiply;
+kernels/nf4.py defines the format.
 
 A matrix is stored as bytes under its parameter's own name. It is unpacked only while one product is
 computed, in the forward and in the backward pass: no 16-bit weights are kept in between.

@@ -1,4 +1,5 @@
-"""The registry of models, and how one is built. To add your own:
+"""The registry of models: adds your own, finds the config that `[model]` describes (a flavor or
+config.json, with overrides), and calls its builder. To add your own:
 
     # my_models.py, named in [job] custom_import
     from dataclasses import dataclass

@@ -1,5 +1,6 @@
-"""Linear layers with N:M sparse weights: of every M weights in a row, N are used and the others are
-zero (Mishra et al. 2021; trained from the start as in Zhou et al. 2021).
+"""Linear layers with N:M sparse weights: which layers, which N of every M weights in a row are used
+(the others are zero), and when masks are recomputed. The pattern is that of Mishra et al. 2021,
+trained from the start as in Zhou et al. 2021.
 
 All weights are kept and trained: the product uses those that the mask selects, and the gradient
 reaches all of them (straight-through), so that a masked weight can come back. The mask is

@@ -1,4 +1,5 @@
-"""How a model describes itself: its parts, in the order of the forward pass.
+"""How a model describes itself to parallelism: its blocks and stages in the order of the forward
+pass, the roles of its matrices, and tied parameters.
 
 A model with a method `structure()` can be sharded, recomputed and compiled block by block, and
 split into pipeline stages. It says nothing about ranks. A pipeline stage is the same model with

@@ -1,4 +1,5 @@
-"""Transforms change a model: multiplying in 8 bits, adapters for frozen weights.
+"""What a transform is (a change to a model before it is split, such as 8 bits or adapters), and the
+registry of your own.
 
 A transform changes the unsharded model on the meta device, once, before anything is frozen, split
 or sharded, and in the same way for a whole model and for every pipeline stage. It may replace

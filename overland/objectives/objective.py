@@ -1,4 +1,5 @@
-"""What an objective is, and the default one, next-token prediction.
+"""What an objective defines (the loss of a sample, what the sum is divided by, passes without
+gradients), and the default one, next-token prediction.
 
 The loss of a step is a sum over tokens or samples of the whole global batch, divided by their
 number, so gradient accumulation, the split over devices and padding cannot change it:

@@ -1,4 +1,5 @@
-"""Preference tuning: makes the chosen one of two answers to a prompt likelier than the rejected.
+"""The losses of preference tuning (DPO, IPO, ORPO, SimPO), which make the chosen one of two answers
+to a prompt likelier than the rejected.
 
 A row holds a pair, each answer with its prompt, and neither attends to the other (see
 data/learned_tokens.py). With c and r the log-probabilities of the two answers, c' and r' those

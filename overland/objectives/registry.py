@@ -1,4 +1,5 @@
-"""Objectives by name. Does not import torch: an objective is created when a run is built."""
+"""Objectives by name, and which one a run has: the config's, its model's, or next-token prediction.
+Does not import torch: an objective is created when a run is built."""
 
 from __future__ import annotations
 

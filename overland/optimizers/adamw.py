@@ -1,4 +1,5 @@
-"""AdamW's update of shards, all parameters of a group at once.
+"""How AdamW's update is computed on shards, with kernels, all parameters of a group at once; its
+options and state are in elementwise.py.
 
 On split master weights, a bfloat16 weight and a 16-bit remainder each, and on moments in bfloat16
 (see kernels/bfloat16.py), it is one pass of our own. It moves 26 bytes per parameter: weight,

@@ -1,4 +1,5 @@
-"""The elementwise optimizers that come with Overland: AdamW and Lion."""
+"""The elementwise optimizers that come with Overland, AdamW (and Adam) and Lion: their options,
+their state, and Lion's formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The optimizer of a run: the parameters of this rank, their state, and their update rules.
+"""The optimizer of a run: this rank's parameters with their state and rates (which
+config/derived.py decides), gradient clipping, and skipped updates.
 
 Clipping, the loss scale and the check for finite values reach the rules as two numbers on the
 device: a divisor for the gradients, and a flag that cancels the whole update. So the loop never

@@ -1,5 +1,5 @@
-"""Optimizers by name. A user's module (`job.custom_import`) adds its own with
-`register_optimizer`."""
+"""Optimizers by name: those that come with Overland, your own, and which rule updates which
+parameter. A user's module (`job.custom_import`) adds its own with `register_optimizer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Update rules: what an optimizer defines, independent of ranks, devices and number formats.
+"""Update rules: what an optimizer defines, elementwise or per whole matrix (for one like Muon), and
+the kinds of state it keeps. Rules are independent of ranks, devices and number formats.
 
 Tensors are float32, or wider if the parameters are. What a rule returns replaces the old values; if
 a step must be skipped, the framework does so on the device. All state starts at zero.

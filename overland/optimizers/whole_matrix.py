@@ -1,4 +1,5 @@
-"""Runs whole-matrix rules: each matrix is assigned to one of the ranks that share it.
+"""Runs whole-matrix rules (rule.py) on the ranks that share a matrix: which of them owns it, and
+how they exchange its parts.
 
     1. every rank runs `before` on its shard and sends the result to the matrix's owner
     2. the owner assembles the matrix, runs `whole`, and sends each rank its part of the result

@@ -1,4 +1,5 @@
-"""The order in which a model is made parallel. Each line changes the model in place.
+"""The order in which a model is made parallel, and what is refused: degrees that it cannot be split
+over, blocks that share parameters, batch normalization. Each line changes the model in place.
 
 Linear layers are transformed before anything else looks at them. Context parallelism changes
 attention's core, which works on a tensor-parallel rank's own heads. Activation checkpointing wraps

@@ -1,5 +1,5 @@
-"""What is done to single blocks: what the backward pass recomputes instead of keeping, and their
-compilation."""
+"""Activation checkpointing and compilation, block by block: which blocks or operators the backward
+pass recomputes instead of keeping."""
 
 from __future__ import annotations
 

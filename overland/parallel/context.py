@@ -1,4 +1,5 @@
-"""Context parallelism: the tokens of each row split over `cp`.
+"""Context parallelism: which tokens of each row a rank of `cp` has (a head and a tail piece, so
+that work is balanced), and attention over the whole row.
 
 A row is split into 2·cp pieces; rank i takes piece i and piece 2·cp − 1 − i, the head and the tail.
 A causal query sees what comes before it, so this gives every rank the same amount of work.

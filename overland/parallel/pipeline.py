@@ -1,5 +1,6 @@
-"""Pipeline parallelism: the layers are split into stages over `pp`, and micro-batches flow through
-them in a schedule of `torch.distributed.pipelining`.
+"""Pipeline parallelism: how layers are split into stages over `pp` by cost, the schedule of their
+micro-batches, and tied embeddings at both ends. Schedules are those of
+`torch.distributed.pipelining`.
 
     schedule                stages per rank     order
     GPipe                          1            all forwards, then all backwards

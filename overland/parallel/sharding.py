@@ -1,5 +1,6 @@
-"""Data parallelism: parameters, gradients and optimizer state are sharded over `dp_shard` and
-replicated over `dp_replicate` (ZeRO, Rajbhandari et al. 2020), with FSDP2; and what is local.
+"""Data parallelism with FSDP2: what is sharded over `dp_shard` and replicated over `dp_replicate`,
+and when and in which dtype it is gathered and reduced. The stages are those of ZeRO (Rajbhandari et
+al. 2020). The file also tells which part of a parameter is local.
 
     stage   dp_shard   reshard after forward
     zero0      1              –               every rank holds everything, as in classic DDP

@@ -1,8 +1,6 @@
-"""Tensor parallelism: each matrix is split over `tp` (Shoeybi et al. 2019), with sequence
-parallelism between the matrices (Korthikanti et al. 2022).
-
-A plan defines how a model is split (see plans/); this file has the building blocks of plans.
-"""
+"""The building blocks of tensor parallelism: linear layers, the embedding, the head and its loss,
+split over `tp`; plans/ decides what is split in a model. Each matrix is split as in Shoeybi et al.
+2019, with sequence parallelism between the matrices (Korthikanti et al. 2022)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model that is not split into stages: micro-batches pass through it one after the other.
+"""A model that is not split into stages: gradient accumulation over micro-batches, and steps
+recorded as a CUDA graph and replayed.
 
 On one NVIDIA GPU, forward and backward are recorded once as a CUDA graph and then replayed. A step
 of a Llama is 1,500 to 4,000 kernels, each launched by the host, and the device waits between them.

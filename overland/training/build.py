@@ -1,5 +1,6 @@
-"""Builds a run: the model on the meta device, made parallel and then allocated; its optimizer, data
-and store; the state that it starts from; and what observes it."""
+"""Builds a run: its model, optimizer, data and store, the number of steps if epochs are asked for,
+the state that it starts from, and its callbacks. The model is built on the meta device, made
+parallel and then allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Callbacks for everything optional, so that the loop stays simple.
+"""Callbacks for everything optional, so that the loop stays simple: the small built-in ones and the
+registry of your own; their hooks are in run.py.
 
 A callback overrides the hooks it needs. Every rank has its own instance and calls it at the same
 point; a callback that only some ranks need has a factory that returns None on the others. A user's

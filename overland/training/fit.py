@@ -1,5 +1,5 @@
-"""How a run fits the memory of its devices: the settings that a config leaves to us (`auto`), a
-refusal before anything is allocated, and the message when memory runs out, with ways to use less.
+"""Fits a run to its devices' memory: decides `auto` (recompute, compilation), refuses what cannot
+fit, and suggests ways to use less when memory runs out.
 
 The run folder's config.toml keeps `auto`, since a run may be resumed on other hardware.
 """

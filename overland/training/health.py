@@ -1,4 +1,5 @@
-"""Detects bad steps: not finite, nothing to learn from, a loss spike, or an overflow in float16."""
+"""Detects bad steps (not finite, nothing to learn from, a loss spike), stops after too many, and
+scales the loss in float16; loop.py answers a spike."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What the first rank writes into the run folder, next to checkpoints and the ledger: metrics, with
-speed and memory, the sessions, and a description of the run.
-"""
+"""What the first rank writes into the run folder, next to checkpoints and the ledger:
+metrics.jsonl, with speed, MFU and memory, the sessions, and a description of the run."""
 
 from __future__ import annotations
 

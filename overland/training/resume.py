@@ -1,5 +1,5 @@
-"""Where a run starts: from its own checkpoint, from given weights, or from freshly initialized
-ones."""
+"""Decides where a run starts: from its newest intact checkpoint, given weights (start.py) or
+initial ones, and which changes of the config a resumed run accepts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What lives as long as a run, and the hooks of what observes it. `build.py` makes a run, `loop.py`
-trains it."""
+"""The parts and the progress of a run, and the hooks of the callbacks that observe it. `build.py`
+makes a run, `loop.py` trains it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""When a run saves, what it does about a save that fails, and what follows each one.
+"""When a run saves, how a save that fails is retried, what follows each one, and the writing of the
+ledger of consumed rows.
 
 A checkpoint is never newer than the ledger: the rows it was trained on are on disk before it is
 saved.

@@ -1,4 +1,5 @@
-"""What a new run starts from: given weights and adapters, in any format that is read."""
+"""Loads what a new run starts from, weights and adapters in any format that is read, and decides
+which parameters they must have and which need not be saved again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One optimizer step: accumulate gradients over the global batch, clip, update.
+"""One optimizer step: the summed loss of the global batch, divided by its count, the norm of the
+gradients over all ranks, whether to skip the update, and the update.
 
 The objective defines the loss and what it is averaged over (see objectives/); losses,
 statistics and state inside the model are in inner_state.py.

@@ -1,5 +1,5 @@
-"""Stopping and saving in step: a request seen by one rank is carried out by all after the same
-step.
+"""Stopping and saving in step: a request seen by one rank (a signal, a STOP file, a time limit) is
+carried out by all after the same step.
 
 A run stops early, saves and can be resumed when
 - any rank receives a signal: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGHUP;

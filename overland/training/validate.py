@@ -1,4 +1,5 @@
-"""The loss on held-out sets."""
+"""Validation: when each held-out set is due, how many of its sequences are read, their mean loss,
+and which sets decide the best checkpoint."""
 
 from __future__ import annotations
 

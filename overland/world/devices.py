@@ -1,4 +1,5 @@
-"""The devices of this machine, the peak rates of known devices, and devices that ranks share.
+"""The devices of this machine: how many ranks they take, the peak rates of known ones, the memory
+that a rank or job may use, and GPUs that ranks share.
 
 Several ranks may share a GPU, to try a layout of eight where there is one. NCCL refuses two ranks
 on one device of a host, so every rank is a host of its own to NCCL, which then sends through

@@ -1,4 +1,5 @@
-"""Values that ranks exchange: JSON, signed with the secret of their job.
+"""Broadcasts, gathers and scatters values among ranks, signed with the secret of their job;
+records.py decides which values can be sent.
 
 PyTorch's own `all_gather_object` and its siblings unpickle what arrives, so whoever takes the place
 of a rank can run code on the others. Here, all ranks first show each other that they know the

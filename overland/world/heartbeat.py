@@ -1,4 +1,5 @@
-"""A rank's heartbeat: its step, what it is doing, and the bytes it reads from or writes to disk.
+"""A rank's heartbeat: its step and phase, the bytes it reads from or writes to disk, and, from all
+of them, which rank the others wait for.
 
 All of it is a few bytes of shared memory. Writing them takes a microsecond and no system call, so
 every rank does it at every change of phase. They are in a folder in the node's memory, where the

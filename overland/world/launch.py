@@ -1,4 +1,5 @@
-"""Starts one process per local device and waits for them.
+"""Starts one process per local device, waits for them, ends the others when one fails, and shows
+why.
 
 A rank that should not print (`LOG_RANK`) writes to `logs/rank_N.log` in the run folder. The first
 rank to fail ends the others, and the end of its log is shown, unless it is an error that another

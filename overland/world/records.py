@@ -1,4 +1,5 @@
-"""Values that ranks send each other, as JSON: unlike a pickle, reading it runs no code.
+"""Which Python values ranks can send each other, and how they are written as JSON: unlike a pickle,
+reading it runs no code.
 
 Everything comes back as it was sent, tuples as tuples and sets as sets. Classes of ours are sent if
 they are marked with `@record`; anything else is an error on the rank that sends it.

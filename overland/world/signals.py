@@ -1,5 +1,5 @@
-"""Signals that ask a run to stop, from the start of a process to its end, and the line that a rank
-prints before it ends.
+"""Signals that ask a run to stop, before and after the training loop (inside it: training/stop.py),
+and the line that a rank prints before it ends.
 
 Before the loop there is nothing to save, and after it everything is saved: a signal then ends the
 process at once. In between, the loop handles them (training/stop.py). Schedulers send SIGUSR1 and

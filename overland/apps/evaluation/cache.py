@@ -1,4 +1,5 @@
-"""The key-value cache of a decoder, so that each new token costs only one token of compute.
+"""The key-value cache of a decoder: prompts padded on the right, then one token per row and step;
+and which models can have one. Each new token costs only one token of compute.
 
 The decoder itself is unchanged: `CachedAttention` replaces each layer's attention core, and
 `CachedMasks` replaces the module that builds masks. Rows are padded on the right, and each has its

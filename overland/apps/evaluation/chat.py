@@ -1,5 +1,5 @@
-"""Prompts a model: continued texts, answers to questions, and conversations, which use the chat
-template of its tokenizer."""
+"""Prompts a model: continued texts, answers, and conversations in its tokenizer's chat template
+(prompts of lm-eval's tasks: harness.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Batched text generation.
+"""Batched text generation: which prompts share a batch, one new token per row and step, and what
+ends a text (tokens, stop strings, lengths).
 
 A row of the batch is a prompt and its completion. Rows are started together, and then each step
 chooses one token per row, on the device; the host only reads the result. On GPUs it reads one step

@@ -1,4 +1,5 @@
-"""Our models behind the model interface of lm-evaluation-harness: its requests, prompts and chats.
+"""A model as lm-evaluation-harness calls it: how its requests become tokens (BOS, truncation), and
+how a task's turns are put into a chat template.
 
 Texts are tokenized as the harness's own `hf` model does with the exported folder, so that both give
 the same scores: names of special tokens in a text become those tokens, BOS follows the tokenizer's

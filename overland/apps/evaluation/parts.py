@@ -1,4 +1,5 @@
-"""Parts of an evaluation: the unit that one rank computes at a time and saves when it is done.
+"""Cuts documents into windows (context, stride) and parts, the unit that one rank computes at a
+time and saves when it is done. Also decides which windows share a batch.
 
 A part is a sequence of documents, or a sequence of windows of a long document. Where parts begin
 and end, and which rows of a part share a batch, depends only on the documents. So any number of

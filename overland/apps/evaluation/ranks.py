@@ -1,4 +1,5 @@
-"""Opens a model on one or more ranks, and computes the loss of rows of tokens.
+"""How ranks share an evaluation (copies, sharded, tensor): opens a model on them, and computes the
+loss of rows of tokens.
 
 copies      each rank has the whole model and evaluates its own documents; ranks communicate only
             at the end

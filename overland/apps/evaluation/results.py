@@ -1,4 +1,5 @@
-"""Evaluation results, saved near their checkpoint but never inside it.
+"""Saves evaluation results near their checkpoint, never inside it: file names, fingerprints,
+unfinished parts (what is one result: evaluate.py, tasks.py).
 
     run/evaluations/step_80/perplexity-c4-3f9a….json      for a checkpoint of a run
     my-model.evaluations/perplexity-c4-3f9a….json         for anything else: next to it

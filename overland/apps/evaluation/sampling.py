@@ -1,4 +1,5 @@
-"""Chooses the next token from logits, on their device.
+"""Chooses the next token from logits, on their device: greedy, temperature, top-k, top-p, min-p,
+repetition penalty.
 
 The order and meaning of the settings are those of transformers: the repetition penalty first; then,
 unless decoding is greedy, temperature, top-k, top-p and min-p.

@@ -1,5 +1,5 @@
-"""Runs tasks with lm-evaluation-harness: loads them with their data, applies the options, and
-returns their results as a list of scores.
+"""Runs tasks with lm-evaluation-harness: loads them with their data, applies options such as
+few-shot examples and system prompt, and returns a list of scores.
 
 The harness is imported only when tasks are run, which takes seconds. Reading its 14,000 task
 definitions takes 15 more, so their index is cached, in XDG_CACHE_HOME: keyed by the version of the

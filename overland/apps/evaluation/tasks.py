@@ -1,5 +1,6 @@
-"""Evaluates our models on tasks of lm-evaluation-harness: its definitions, prompts and metrics,
-with our scoring and generation.
+"""Evaluates our models on tasks of lm-evaluation-harness: one saved result, with its key, for all
+tasks of a call, and requests shared out among ranks. Definitions, prompts and metrics are the
+harness's; scoring and generation are ours.
 
 The first rank runs the harness and distributes the requests; the others compute their share until
 they are dismissed. So datasets are read once, and the scores do not depend on the number of ranks.

@@ -1,4 +1,5 @@
-"""Trains one tiny model under many layouts and compares each step with one process.
+"""Trains one tiny model under many layouts and compares losses and gradient norms of each step with
+one process, within tolerances.
 
 In float64, rounding cannot hide a mistake: the losses and gradient norms of a correct layout agree
 to about 1e-15, those of a wrong one to 1e-5 at best. The loss on held-out data is compared too: its

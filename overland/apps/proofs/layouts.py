@@ -1,4 +1,5 @@
-"""The layouts that are proven equal to one process, each with a descriptive name.
+"""The list of layouts that are proven equal to one process, and the syntax of their descriptive
+names.
 
 shard2 rep2 tp2 cp2 pp2     degrees; products are written with "x": pp2xtp2
 :zero2  :1F1B  :full ...    a sharding stage, a pipeline schedule, a recompute mode

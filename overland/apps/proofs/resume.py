@@ -1,4 +1,5 @@
-"""Saves under one layout, resumes under another, and compares with a run that never stopped.
+"""Saves under one layout, resumes under another, and compares losses and gradient norms with a run
+that never stopped.
 
 The same layout must give the same bits; a different one the losses of one process, in float64.
 """

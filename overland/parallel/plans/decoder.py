@@ -1,4 +1,5 @@
-"""The plan of a decoder: what is split over `tp` and how, and what cannot be.
+"""The plan of a decoder: what is split over `tp` and `cp` and how, and which sizes and modules
+cannot be.
 
     over tp           what is split                             how
     between blocks    rows of the sequence                      norms and residuals work on 1/tp

@@ -1,5 +1,6 @@
-"""The operations of a layer without gradients, in as few kernels as possible. In generation a step
-has few rows: reading each weight once should take all of the time.
+"""The operations of a layer in generation, without gradients, in as few kernels as possible: plain
+definitions, and when Triton versions run instead. In generation a step has few rows: reading each
+weight once should take all of the time.
 
 These are the plain definitions; the Triton versions (triton_inference.py and, for attention of one
 new token per row to those before it, triton_cached_attention.py) need bfloat16 or float16.

@@ -1,4 +1,5 @@
-"""The Triton versions of layers.py, whose plain definitions specify what they compute.
+"""The Triton versions of products, norms and activations in layers.py, whose plain definitions
+specify what they compute.
 
 They run at memory speed if no time is lost between them: from Hopper on, a kernel lets the next one
 start while its last programs still run (`gdc_launch_dependents`), and the next one waits for its
