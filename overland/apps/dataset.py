@@ -1,4 +1,4 @@
-"""The training data of a config or a run: the batch of each step."""
+"""`open_dataset`: the training batches of a config or a run, by step, for scripts and previews."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The progress of long work on stderr: a bar if it is a terminal, otherwise a line now and then."""
+"""The progress of long work other than training, on stderr: a bar if it is a terminal, otherwise a
+line now and then.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`overland check`: everything that can be known about a run before it starts."""
+"""`overland check`: prints a run's description and problems before it starts, and decides the exit
+code; the checks are in `checks/` and `apps/check/`.
+"""
 
 from __future__ import annotations
 

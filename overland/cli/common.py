@@ -1,4 +1,6 @@
-"""What the verbs share: parsing of settings, and errors reported in one clear sentence."""
+"""What the verbs share: settings such as `section.key=value`, shell completion, options made from a
+function's arguments, and user errors as one sentence with exit code 2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`overland config`: what can be set, and what a config resolves to."""
+"""`overland config`: prints all keys or their JSON Schema, converts another trainer's config or an
+older one, and shows what a config resolves to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`overland convert`: converts any checkpoint to any format."""
+"""`overland convert`: parses the options of a conversion and prints its result;
+`apps/convert/convert.py` converts.
+"""
 
 from __future__ import annotations
 

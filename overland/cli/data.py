@@ -1,4 +1,6 @@
-"""`overland data`: inspects a corpus, previews batches, and pre-tokenizes."""
+"""`overland data inspect`: reads a corpus once and prints a summary; the other verbs of `overland
+data` are in `data_build.py` and `data_preview.py`.
+"""
 
 from __future__ import annotations
 

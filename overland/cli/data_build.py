@@ -1,4 +1,6 @@
-"""`overland data build`: tokenizes any corpus into shards, in one go or in parts."""
+"""`overland data build`: parses its options and those of `--sft`, finds which part of a corpus a
+Slurm array's task builds, and prints the result; `apps/data/build.py` builds.
+"""
 
 from __future__ import annotations
 

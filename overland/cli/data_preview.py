@@ -1,4 +1,6 @@
-"""`overland data preview`: what the model sees at a step, token by token."""
+"""`overland data preview`: draws what the model sees at a step, token by token, one color per
+document, dim where no loss is taken.
+"""
 
 from __future__ import annotations
 

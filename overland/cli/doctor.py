@@ -1,4 +1,6 @@
-"""`overland doctor`: finds problems in the environment before they cost a run."""
+"""`overland doctor`: runs the checks of the environment, quick ones first, and prints them; the
+checks are in `cluster/doctor/`.
+"""
 
 from __future__ import annotations
 

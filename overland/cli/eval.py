@@ -1,5 +1,6 @@
-"""`overland eval`: measures perplexity and task scores of a model. `overland submit --eval` does so
-in a job of one node."""
+"""`overland eval`: starts the ranks that evaluate a model, and prints tables of perplexities and
+scores; `overland submit --eval`: checks and submits that as a job of one node.
+"""
 
 from __future__ import annotations
 

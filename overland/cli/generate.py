@@ -1,4 +1,6 @@
-"""`overland generate`: continues prompts, or chats."""
+"""`overland generate`: prints continuations of prompts, as they are generated or as JSON lines, and
+holds the chat in the terminal; `apps/evaluation/` generates.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The `overland` command. Each verb is a thin module that imports heavy packages when it runs."""
+"""The `overland` command: lists its verbs, and names the right one for words of other tools, such
+as `finetune`. Each verb is a thin module that imports heavy packages when it runs.
+"""
 
 from __future__ import annotations
 

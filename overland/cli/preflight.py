@@ -1,4 +1,6 @@
-"""`overland preflight`: tests every node, device and link, and names the bad ones."""
+"""`overland preflight`: decides where the tests start (in an allocation, under a launcher, or
+here), and the exit code; the tests are in `cluster/preflight/`.
+"""
 
 from __future__ import annotations
 

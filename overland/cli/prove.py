@@ -1,4 +1,6 @@
-"""`overland prove`: evidence that a run computes what it should."""
+"""`overland prove`: chooses the layouts to prove, refuses those that do not fit the devices, and
+prints the verdicts; the proofs are in `apps/proofs/`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`overland report`: an HTML page about one or more runs, made from their folders alone."""
+"""`overland report`: writes an HTML page, SVG plots or JSON about one or more runs, which
+`apps/report/` makes from their folders alone.
+"""
 
 from __future__ import annotations
 

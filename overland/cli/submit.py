@@ -1,4 +1,5 @@
-"""`overland submit`: submits a chain of Slurm jobs that train a config, or prints the job script.
+"""`overland submit`: checks the config for a chain of Slurm jobs, decides which variables and
+packed Python the jobs take along, and submits or prints their script.
 
 Also here: `overland env`, which prints the one-time setup script for a cluster, and `overland
 supervise`, which job scripts use to start and watch the ranks.

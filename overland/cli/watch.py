@@ -1,5 +1,6 @@
-"""`overland watch` and `overland ls`: a live view of a run, and a list of runs, made from their
-folders alone."""
+"""`overland watch`: the live loop in a terminal, of one run at a time, with its keys and exit
+codes, or a served page; and `overland ls`, which prints a list of runs.
+"""
 
 from __future__ import annotations
 

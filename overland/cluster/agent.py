@@ -1,4 +1,5 @@
-"""The node agent: one small process per node that reports its ranks to the first node every second.
+"""The node agent: one small process per node, which sends its ranks' heartbeats to the first node
+every second, and their stacks when asked.
 
 The node's first rank starts it, and starts another one if it is killed or stopped. It does not need
 torch and takes part in no collective, so it keeps running when ranks hang, and can report what they

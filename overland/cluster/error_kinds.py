@@ -1,4 +1,6 @@
-"""The kind of an error, which tells a chain of jobs what to do, and where it came from."""
+"""Decides the kind of an error (out of memory, network, code, …) from its class and message, and
+where in the code it came from; what a chain of jobs does about it: `policy.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Plans a job: combines what the user requested with what the site allows."""
+"""Plans a job: decides its walltime, devices per node, name, and when Slurm signals its end, from
+what the user requested and what the site allows.
+"""
 
 from __future__ import annotations
 

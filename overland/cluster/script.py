@@ -1,4 +1,6 @@
-"""Renders cluster scripts: a job's batch script, and the one-time setup script."""
+"""Renders shell scripts: a job's, with its sbatch headers, srun flags and container, an
+evaluation's, and the one-time setup; quotes every value and refuses secrets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What Overland knows about a cluster: one TOML file per site, with the reasons as comments.
+"""What Overland knows about a cluster: the keys and checks of a site file, one TOML file per site
+with the reasons as comments, and where it is found.
 
 The comment above a variable in `[environment]` is copied into every script that sets it, so that
 whoever reads the script knows why. Nothing is guessed: what a file does not specify is up to the

@@ -1,4 +1,6 @@
-"""What the jobs of a chain ask of Slurm: their nodes and states, to be requeued, or other nodes."""
+"""What a running job asks of Slurm: its nodes, state and time limit, to requeue it (a few times at
+most), to exclude bad nodes from waiting jobs, and srun on chosen nodes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Writes a job's files and submits them to the scheduler."""
+"""Submits a job's script, once per session of the chain, or runs it here without a scheduler;
+refuses a run folder that another job uses.
+"""
 
 from __future__ import annotations
 

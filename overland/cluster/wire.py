@@ -1,4 +1,5 @@
-"""Messages between the first node of a job and all others: lines of JSON, one connection per node.
+"""Messages between the first node of a job and all others: lines of JSON over authenticated
+connections, on the interface that training uses.
 
 The first node listens only on the address by which the others reach it. Both ends know a key, which
 the others received through their environment, and prove it to each other without sending it: a

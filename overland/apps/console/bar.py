@@ -1,4 +1,6 @@
-"""What the user sees while training: a bar at the bottom of a terminal, plain lines elsewhere."""
+"""The progress bar and the log lines of training: which metrics they show, in what form and order,
+which give way in a narrow terminal, and the time left.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The table that a run prints at its start, before the first long wait."""
+"""The table that a run prints at its start, before the first long wait: model, data, batch, layout,
+estimated memory, and the checkpoint it resumes.
+"""
 
 from __future__ import annotations
 

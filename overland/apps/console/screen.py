@@ -1,5 +1,6 @@
-"""Where a run prints its output. In a terminal, a status line stays at the bottom and messages
-scroll above it. In pipes, under mpirun and in CI there are plain lines."""
+"""Decides where a run's output goes: on which ranks, as a status line at the bottom of a terminal
+with messages above it, or as plain lines in pipes, under mpirun and in CI.
+"""
 
 from __future__ import annotations
 

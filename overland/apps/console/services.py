@@ -1,4 +1,6 @@
-"""Logs metrics to TensorBoard and to Weights & Biases."""
+"""Logs metrics to TensorBoard and to Weights & Biases, and decides what becomes of logged points
+that a resumed or rewound run takes back.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Converts any checkpoint to any format, with one tensor in memory at a time. The output is
-complete or does not exist."""
+"""Converts any checkpoint to any format, all of it or a part (`--exclude`, weights only), with one
+tensor in memory at a time, and refuses what the target cannot store. The output is complete or does
+not exist.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What a run writes for other programs: its model as a Hugging Face folder; its adapters as PEFT
-stores them, `checkpoint-N/` in the run folder for every `step_N`; and with
-`checkpoint.link_by_time` links to its checkpoints, named as the training stub names them:
+"""What a run writes for other programs: `hf/`, its weights with adapters merged; `checkpoint-N/`,
+PEFT adapters with a README (model card) for every `step_N`; and links named by time. With
+`checkpoint.link_by_time`, links to its checkpoints have the names that the training stub gives
+them:
 
 experiments/chkpts/
   dummy-0.1/                                  the run folder

@@ -1,4 +1,6 @@
-"""Saves a model in memory as a folder or file of weights."""
+"""`save_model`: writes a model in memory as a Hugging Face folder or a safetensors file, complete
+or not at all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Verifies a conversion: the target is opened like any source, and must match what was written."""
+"""Verifies a conversion: opens the target like any source, and compares hashes, merged matrices and
+logits with what was written, within the tolerances set here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""axolotl's YAML: one flat list of keys about the model, the data and the training.
+"""Translates the keys of axolotl's YAML that depend on others (model, adapters, batch, optimizer,
+schedule, saving), sets axolotl's defaults, and reports unknown keys.
 
 If a file leaves out a key that affects training, axolotl's default applies, not ours. Simple keys
 are in `axolotl_keys`, those about data in `axolotl_data`.

@@ -1,4 +1,6 @@
-"""The data keys of axolotl's YAML: datasets, their types, chat templates and special tokens."""
+"""Translates the data keys of axolotl's YAML: datasets, their types, chat templates, what is
+learned, packing, validation and special tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An axolotl file while it is being translated."""
+"""An axolotl file while it is being translated: which keys are left, and the notes on those that
+were renamed, ignored, or set to axolotl's defaults.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The simple keys of axolotl: renamed, without effect here, or refused unless they ask for what
-Overland does anyway. Names of keys are separated by spaces.
+"""Tables of axolotl's simple keys: renamed, without effect here, or refused unless they ask for
+what Overland does anyway, each with its reason. Names of keys are separated by spaces.
 
 Keys that depend on each other are translated in `axolotl` and `axolotl_data`.
 """

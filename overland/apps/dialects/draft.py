@@ -1,4 +1,6 @@
-"""The translation of a config file: entries in current keys, and notes on what was translated."""
+"""What every dialect writes into: entries in current keys, and how notes on renamed and ignored
+keys and refusals are worded and grouped.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reads PEFT's adapter_config.json as our `[lora]` section. Does not import torch.
+"""Reads PEFT's adapter_config.json as our `[lora]` section, and decides which of its settings are
+renamed, ignored or refused. Does not import torch.
 
 A file may come from anywhere, so every value is checked: a setting that Overland does not implement
 is refused by name, even if a later version of PEFT added it.

@@ -1,4 +1,5 @@
-"""The YAML of the training stub: `dist`, `dataset`, `model.hf_config`, `optim`, … of a ViT-MAE.
+"""Translates the YAML of the training stub, a ViT-MAE (`dist`, `dataset`, `model.hf_config`,
+`optim`, …): which keys are renamed, ignored or refused.
 
 The stub trains a masked autoencoder. Its dataset paths are lists of images, or placeholders: if
 they do not exist, it trains on random tensors.

@@ -1,4 +1,5 @@
-"""torchtitan's TOML: files of v0.2 load unchanged, and older ones too, with notes on what changed.
+"""Translates torchtitan's TOML, of v0.2 (which loads unchanged) and older: which keys of its own
+were renamed, and which are ignored or refused, and why.
 
 Works on raw keys, so a file in current keys passes through untouched. Tables say what the keys of
 torchtitan that are not ours became, or why they have no effect here; v0.2's keys that are also ours

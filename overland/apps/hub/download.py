@@ -1,4 +1,5 @@
-"""Downloads one file from a Hub by ranges, so that an interrupted download resumes.
+"""Downloads one file from a Hub by ranges, so that an interrupted download resumes, and decides
+which errors are retried, and how often.
 
 The client's own download cannot stand in for this. Since huggingface_hub 1.18 a killed download
 starts over, even for 50 GB. With 1.33 and plain HTTP, a flipped byte is accepted, since only the

@@ -1,4 +1,5 @@
-"""Fetches files from a Hub into a folder, and verifies every byte.
+"""Fetches files from a Hub: decides which commit, which files of a model, tokenizer or dataset, and
+into which folder; verifies every byte.
 
 1. The commit is the one in the folder's snapshot list, if it has one; otherwise the Hub resolves
 it.

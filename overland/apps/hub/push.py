@@ -1,4 +1,6 @@
-"""Pushes a folder to a Hub in one commit, and compares it afterwards with the Hub's file list."""
+"""Pushes a folder to a Hub in one commit, decides which files are left out or refused (checkpoints,
+links), and compares it afterwards with the Hub's file list.
+"""
 
 from __future__ import annotations
 

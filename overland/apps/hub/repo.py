@@ -1,4 +1,5 @@
-"""A repository on a Hub, its client, and clear messages for everything that can go wrong.
+"""A repository on a Hub: its endpoint and token, its list of files, and a clear message for
+everything that can go wrong.
 
 The endpoint comes from HF_ENDPOINT and the token only from HF_TOKEN: a token that a login stored in
 a file is not read. This module opens connections, so only `fetch` and `push` import it.

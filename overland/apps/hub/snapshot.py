@@ -1,4 +1,5 @@
-"""A folder with the files of one commit, and the list used to verify it offline.
+"""A fetched folder's list, `.overland/snapshot.json`, which pins the folder to one commit and has
+the size and hash of every file, to verify them offline.
 
     FOLDER/
       config.json, model-00001-of-00004.safetensors …   as on the Hub

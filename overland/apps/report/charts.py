@@ -1,4 +1,6 @@
-"""The charts of a report, and the points of their lines."""
+"""Decides which charts a report has, which lines each of them has (means, lost steps, several
+runs), and how many points; `svg.py` draws them.
+"""
 
 from __future__ import annotations
 

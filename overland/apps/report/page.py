@@ -1,4 +1,5 @@
-"""Builds the report page of one or more runs: a single, self-contained HTML file.
+"""Builds the report page of one or more runs, a single, self-contained HTML file: its sections and
+tables, in order; what the charts have is up to `charts.py`.
 
 Everything that comes from a run is untrusted: the template (`page.html.j2`) escapes it, or it is
 JSON inside a script element that no content can close. The page's content security policy allows

@@ -1,4 +1,6 @@
-"""The loss plot of a run folder, and other lines, as a standalone SVG."""
+"""The loss plot of a run folder, drawn at every checkpoint and at the end, and other lines, as a
+standalone SVG.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The sessions of a run and their events: from sessions.jsonl, and with a supervisor also from
-attempts.jsonl; and where their time went.
+"""Reads the sessions and events of a run, from sessions.jsonl and the supervisor's attempts.jsonl,
+and counts where their time went: goodput, lost steps, waits.
 """
 
 from __future__ import annotations

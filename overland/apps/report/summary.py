@@ -1,4 +1,5 @@
-"""Gathers everything a report shows about one run, from its folder alone.
+"""Gathers everything a report shows about one run, from its folder alone: key figures, facts,
+settings, environment, samples and scores.
 
 Any file may be missing, truncated or written by another version: what is unknown is omitted.
 """

@@ -1,5 +1,7 @@
-"""Draws charts and the timeline as SVG. Standalone files have fixed colors, for papers and
-programs without style sheets; in a page they use the page's colors, light or dark."""
+"""Draws charts, the timeline and the bar of time as SVG: their size, axes, ticks and colors.
+Standalone files have fixed colors, for papers and programs without style sheets; in a page they use
+the page's colors, light or dark.
+"""
 
 from __future__ import annotations
 

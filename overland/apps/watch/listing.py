@@ -1,5 +1,7 @@
-"""Lists the runs below a folder, newest first. A run that cannot be read gets a line of its own
-and does not stop the listing: runs may be damaged, half deleted, or owned by another user."""
+"""Lists the runs below a folder, newest first: decides what counts as a run, how deep to search,
+and the columns of each line. A run that cannot be read gets a line of its own and does not stop the
+listing: runs may be damaged, half deleted, or owned by another user.
+"""
 
 from __future__ import annotations
 

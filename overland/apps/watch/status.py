@@ -1,4 +1,6 @@
-"""Determines the status of a run from its folder alone, so anyone who can read it can watch it.
+"""Determines the status of a run from its folder alone: its state (training, silent, failed, …),
+when it counts as silent, its time left, and the command that resumes it. Anyone who can read the
+folder can watch it.
 
 Reads config.toml, metrics.jsonl, the names of checkpoints and the marker `done`; with a supervisor
 also attempts.jsonl, live.json and `stopped`; and asks Slurm if squeue is available. Any of these

@@ -1,4 +1,6 @@
-"""Draws a run's status in the terminal."""
+"""Draws a run's status in the terminal: the lines, their words and colors, and the loss curve;
+`status.py` determines the numbers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The conductor: orders one check after another and judges the answers."""
+"""The conductor of a preflight: decides which checks run, in which order, on which nodes, what
+`--quick` leaves out, and what is measured twice; `judge.py` and `rounds.py` judge the answers.
+"""
 
 from __future__ import annotations
 

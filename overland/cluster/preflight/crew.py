@@ -1,4 +1,6 @@
-"""The tasks that have connected, and communication with all of them at once."""
+"""The tasks that have connected: sends orders to all of them at once, and decides how long each
+check may take before a node that does not answer is given up.
+"""
 
 from __future__ import annotations
 

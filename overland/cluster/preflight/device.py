@@ -1,4 +1,5 @@
-"""Tests one device: what it is, and whether it is idle, correct and fast.
+"""Measures one device: what it is, how much of its memory is in use, whether a matrix product is
+correct, and how fast products, memory and copies are.
 
 It must compute a matrix product correctly to the bit: devices of the same model with the same
 libraries give the same bits, so one that differs is wrong. In case most are wrong, some rows are

@@ -1,4 +1,6 @@
-"""Judges which nodes are bad, and why: pure functions of everything that was measured.
+"""Judges which nodes are bad, by device, disk, clock and version, how far below the median is too
+slow, and whether collectives fall back to TCP; links are judged in `rounds.py`. Pure functions of
+everything that was measured.
 
 A fraction of the median is a bound that needs no table of expected values; it requires at least
 three values of the same kind. `None` means that a value was not measured.

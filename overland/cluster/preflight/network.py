@@ -1,4 +1,5 @@
-"""Tests the network: the link between two tasks, then one all-reduce over all that are good so far.
+"""Measures the network: bandwidth, latency and correctness of the link between two tasks, an
+all-reduce over all tasks that are good so far, and the transport that NCCL chose.
 
 A link is tested for bandwidth in both directions, latency and correctness, over the backend that
 training will use or, for `--quick`, a plain connection over the same interface, which does not need

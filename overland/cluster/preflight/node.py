@@ -1,4 +1,4 @@
-"""Tests of a node apart from its devices: clock, versions, disks and network interfaces."""
+"""Measures a node apart from its devices: clock, versions, disks and network interfaces."""
 
 from __future__ import annotations
 

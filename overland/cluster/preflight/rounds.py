@@ -1,4 +1,5 @@
-"""Decides which nodes measure the link between them, and which node is to blame for a bad link.
+"""Decides which nodes measure the link between them, which links are bad (slow against the median
+of their round), and which node is to blame.
 
 In two rounds each node is paired with its neighbor, and then with a node half of the list away; no
 node is in two pairs at once. A bad link makes both its nodes suspects. Each suspect is paired once

@@ -1,4 +1,5 @@
-"""The processes of the tasks: one srun, or children of this process. They are always ended.
+"""Starts the processes of a preflight's tasks, with one srun or as children of this process,
+notices those that fail, and always ends them.
 
 When srun reports a failed task (`srun: error: n3: task 4: Exited with exit code 1`), that and the
 last line that the task printed are noticed at once, so that nobody waits for the node.

@@ -1,4 +1,5 @@
-"""A task, one per device: connects to the conductor, follows its orders, and ends when it is gone.
+"""A preflight task, one per device: follows the conductor's orders, runs whatever may hang or crash
+in a child process, and ends when the conductor is gone.
 
 Work that may hang or crash runs in a child process, so that the task survives. The child is forked,
 so that nothing has to be imported again. Therefore the task itself must never touch a device: a

@@ -1,5 +1,6 @@
-"""One attempt at training: the ranks that srun started, everything they and their nodes report, and
-how they are ended."""
+"""One attempt at training: the ranks that srun started, their environment, what they and their
+nodes report, which nodes are lost, whose stack is odd, and how ranks are ended.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The history of a run, one event per line of attempts.jsonl, and its current status, live.json.
+"""Writes and reads the supervisor's history of a run (attempts.jsonl, one event per line) and its
+current status (live.json), and finds in them which nodes were bad.
 
 Only the supervisor writes them (`Logbook`); `overland watch` and `overland report` read them.
 """

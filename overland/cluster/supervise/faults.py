@@ -1,4 +1,5 @@
-"""Finds what ended an attempt, from reports of failed ranks, from srun, and from silent nodes.
+"""Decides which failure ended an attempt, and its kind, ranks and nodes, from the reports of failed
+ranks, srun's output, and silent nodes.
 
 When a rank is lost, all others fail a moment later in whatever they shared with it; those failures
 are not causes.

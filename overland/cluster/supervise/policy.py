@@ -1,4 +1,5 @@
-"""Decides what to do after a failed attempt, based only on the attempts since the last new step.
+"""Decides what follows a failed attempt, from those since the last new step: restart after a pause,
+give the nodes back, or end the chain; which nodes are used then: `roster.py`.
 
 - The same error at the same place twice ends the chain, because it would happen again. If a single
   node may be the cause, the job first gives its nodes back, and the next job shows.

@@ -1,4 +1,6 @@
-"""The nodes of an allocation: which are good, which of them train, and which are left out."""
+"""Decides which nodes of an allocation train and which are spares, after how many faults (strikes)
+a node is excluded, and which ones the chain's waiting jobs avoid.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The supervised run: its settings from the job script, and the state of its folder."""
+"""The supervised run: its settings from the job script, the steps it has done, and whether its disk
+has room for the next checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Judges the ranks' heartbeats: which ranks hang, which nodes are silent, which ranks are slow.
+"""Judges the ranks' heartbeats: which ranks hang, by time limits that it learns, which nodes are
+silent, and which ranks are stragglers or stall in a save.
 
 The time limit of a phase is learned: ten times the longest it has taken so far, and at least
 `health.hang_seconds`. The first steps of an attempt do not count, and may take long: weights are

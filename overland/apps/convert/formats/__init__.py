@@ -1,7 +1,7 @@
-"""Reads and writes checkpoints of other programs and our own. See docs/convert.md.
+"""Reads and writes checkpoints of other programs and our own; `__init__.py` lists the formats by
+name, and detects and opens the one that a path has. See docs/convert.md.
 
-This file lists the formats by name and detects the format of a path. A new format needs a module
-and a line here, or `register_format` in a module of your own.
+A new format needs a module and a line here, or `register_format` in a module of your own.
 """
 
 from __future__ import annotations

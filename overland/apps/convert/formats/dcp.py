@@ -1,4 +1,5 @@
-"""Reads and writes plain torch.distributed.checkpoint folders, as `dcp.save` and `dcp.load` do.
+"""Reads and writes plain torch.distributed.checkpoint folders, as `dcp.save` and `dcp.load` do,
+with optimizer state, and also under torchtitan's names.
 
 `.metadata` is a pickle that lists the boxes of each tensor and where they are; each box is a small
 torch.save file inside a `.distcp` file. The metadata is read as inert data. torch's own writer

@@ -1,4 +1,5 @@
-"""Reads DeepSpeed's ZeRO folders, stages 0 to 3, without DeepSpeed.
+"""Reads DeepSpeed's ZeRO folders, stages 0 to 3, without DeepSpeed: weights, Adam's moments and
+step counts, put together from the files of all ranks.
 
 Parameters and both Adam moments are stored as pieces of long vectors, one or a few per rank. In
 stages 1 and 2, the ranks' vectors of a group, concatenated, hold the group's parameters in order.

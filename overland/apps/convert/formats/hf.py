@@ -1,5 +1,5 @@
-"""Hugging Face folders: weights in safetensors (or, for reading, `pytorch_model.bin`), config.json,
-tokenizer and generation config.
+"""Reads and writes Hugging Face folders: weights (safetensors, or for reading `pytorch_model.bin`),
+config.json, tokenizer, and the special tokens in its config and in the generation config.
 
 The tokens that begin, end and pad a text are written where Hugging Face looks for them:
 `config.json` and `generation_config.json` have their ids, and `generate` stops at the latter's

@@ -1,5 +1,5 @@
-"""What all formats share: lazy tensors in files, and what conversions make of them (joining shards,
-permuting rows, casting), where each wraps another; and the files next to weights that describe a
+"""What all formats share: lazy tensors in files, each of which may wrap others (joining shards,
+permuting rows, casting), the options of a target, and the files next to weights that describe a
 model.
 
 One tensor is in memory at a time. Files are read, not mapped, since pages of a mapped file count as

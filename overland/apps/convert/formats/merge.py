@@ -1,6 +1,5 @@
-"""Merges adapters into the weights that they were trained with: one tensor at a time, some rows at
-a time, in float32 or wider, whatever the dtype of the weights. Also applies the masks of sparse
-matrices.
+"""Merges adapters (LoRA, DoRA) into their base weights, some rows at a time, in float32 or wider,
+whatever the dtype of the weights; and applies the masks of sparse matrices.
 
 Afterwards each merged matrix is compared with its two parts by applying both to random vectors
 (`compare`), which needs no model and works for any size.

@@ -1,5 +1,5 @@
 """Reads and writes Meta's Llama folders (`consolidated.NN.pth` and `params.json`), and translates
-Meta's tensor names, which torchtitan also uses.
+Meta's tensor names and order of rotary rows, which torchtitan also uses.
 
 Meta rotates neighboring rows of a head (0 with 1, 2 with 3, …); Hugging Face rotates row i with
 row i + half. Both compute the same if the rows of wq and wk are ordered accordingly.

@@ -1,4 +1,6 @@
-"""Overland's own checkpoints: a `step_N` folder, or a run folder, of which the newest is taken."""
+"""Reads and writes our own checkpoints (of a run folder, the newest), adds frozen weights that they
+leave out, and makes the adapter_config.json of a run's adapters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""PEFT's LoRA adapters: `adapter_model.safetensors` and `adapter_config.json`.
+"""Reads and writes PEFT's LoRA adapters (`adapter_model.safetensors`) and tensor names;
+adapter_config.json is read in `apps/dialects/peft.py` and made in `overland.py`.
 
 Our names of an adapter's tensors are PEFT's without the prefix `base_model.model.`. In the state of
 a model wrapped by PEFT, as DeepSpeed saves it, there is more to strip: `base_layer`, the adapter's

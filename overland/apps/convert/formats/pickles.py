@@ -1,4 +1,5 @@
-"""Reads pickles without running them.
+"""Reads pickles without running them, within limits on their depth, size and cost;
+`safe_globals.py` decides which names they may use.
 
 A pickle is a program for a small stack machine, and Python's own machine lets that program import
 and call anything. This one knows only the opcodes that data needs. A name in a pickle is looked up

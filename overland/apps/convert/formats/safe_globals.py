@@ -1,4 +1,5 @@
-"""The names that a pickle in a checkpoint may use, and what each one creates. See docs/convert.md.
+"""Decides which classes and functions a pickle in a checkpoint may name, and what each one creates.
+See docs/convert.md.
 
 Tensors become `Lazy` tensors, checked against the storage they claim; containers stay as they are;
 objects of a few classes found in real files become inert stand-ins. Nothing else is allowed.

@@ -1,4 +1,5 @@
-"""Reads safetensors files, checking the header before trusting it, and writes them as a stream.
+"""Reads safetensors files, checking the header before trusting it, and writes them as a stream,
+with the checksums of an exported folder.
 
 A folder that we export has `checksums.json` next to them: the CRC-32 of each tensor and header.
 Another tool may write the weights again, but cannot keep such sums right, so they are not in the

@@ -1,4 +1,5 @@
-"""The four files of the training stub, all loadable with `torch.load(weights_only=True)`.
+"""Reads and writes the four files of the training stub, all loadable with
+`torch.load(weights_only=True)`, lets a run resume from them, and reads any file with a state dict.
 
 model_state_dict.pt   parameter → tensor
 optim_state_dict.pt   torch.optim's own form: {"state": {0: {step, exp_avg, exp_avg_sq}, …},
