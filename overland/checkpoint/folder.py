@@ -1,5 +1,5 @@
 """The folder of a run's checkpoints: decides which are kept (the latest, every n steps, the best),
-which is the newest, and which are deleted or set aside.
+which is newest, deleted or set aside, and whether the disk has room.
 
 checkpoint/
   step_100/            committed

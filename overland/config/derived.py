@@ -1,5 +1,6 @@
-"""What follows from a config: parallel degrees for a world size, stages of a pipeline schedule, the
-compute type, the learning rate and weight decay of each parameter. Does not import torch."""
+"""What follows from a config: parallel degrees for a world size, pipeline schedules and their
+stages, the compute type, the learning rate and weight decay of each parameter. Does not import
+torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Turns entries into a `JobConfig`, or into one sentence per problem: unknown keys, wrong types,
-keys of a section that is off, and expressions in `[lora]` that could take forever.
+"""Turns entries from anywhere into a `JobConfig`, or into one sentence per problem: unknown keys,
+wrong types, keys of a section that is off, and expressions in `[lora]` that could take forever.
 """
 
 from __future__ import annotations

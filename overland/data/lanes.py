@@ -1,4 +1,4 @@
-"""Rows and their labels, without loss on padding and across borders of documents; and lanes, the
+"""Rows, their labels and positions, without loss on padding and across documents; and lanes, the
 endless sequences of numbered rows that a sampler reads, here of images and random tokens.
 
 Documents that are packed into blocks are in blocks.py. Here are the random tokens of proofs and

@@ -125,10 +125,11 @@ def test_the_list_of_files_is_what_they_say_of_themselves() -> None:
 
 
 def list_of_files() -> str:
-    """Every folder of the package and its files, each with the first sentence of its docstring."""
+    """Every folder of the package and its files, each with its first sentence."""
     lines = [""]
     for folder in sorted({path.parent for path in MODULES}):
-        files = [path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("__")]
+        files = sorted([*folder.glob("*.py"), *folder.glob("*.js")])
+        files = [path for path in files if not path.stem.startswith("__")]
         name = str(folder.relative_to(PACKAGE))
         if not files or name.startswith("scripts"):
             continue
@@ -141,7 +142,11 @@ def list_of_files() -> str:
 
 
 def first_sentence(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        text = "\n".join(re.findall(r"^// (.+)", text.partition("\n\n")[0], flags=re.MULTILINE))
     paragraph = " ".join(text.partition("\n\n")[0].split())
     return re.split(r"(?<=[^A-Z ]\.) (?=[A-Z`])", paragraph)[0].replace("|", "\\|")
 

@@ -1,5 +1,5 @@
 """Decides which charts a report has, which lines each of them has (means, lost steps, several
-runs), and how many points; `svg.py` draws them.
+runs), and how many points. `page.js` draws them in a browser, `svg.py` in files.
 """
 
 from __future__ import annotations

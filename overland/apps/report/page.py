@@ -1,5 +1,5 @@
 """Builds the report page of one or more runs, a single, self-contained HTML file: its sections and
-tables, in order; what the charts have is up to `charts.py`.
+tables, in order. `charts.py` decides which charts there are, and `page.js` draws them.
 
 Everything that comes from a run is untrusted: the template (`page.html.j2`) escapes it, or it is
 JSON inside a script element that no content can close. The page's content security policy allows

@@ -1,5 +1,5 @@
-"""Decides which failure ended an attempt, and its kind, ranks and nodes, from the reports of failed
-ranks, srun's output, and silent nodes.
+"""Decides what ended an attempt (a stop, or which failure, on which ranks and nodes), from reports
+of failed ranks, srun's output, and silent nodes.
 
 When a rank is lost, all others fail a moment later in whatever they shared with it; those failures
 are not causes.

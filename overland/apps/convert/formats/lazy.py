@@ -1,6 +1,6 @@
 """What all formats share: lazy tensors in files, each of which may wrap others (joining shards,
-permuting rows, casting), the options of a target, and the files next to weights that describe a
-model.
+permuting rows, casting), the options of a target, how it is cut into files, and the files next to
+weights that describe a model.
 
 One tensor is in memory at a time. Files are read, not mapped, since pages of a mapped file count as
 memory of the process.
