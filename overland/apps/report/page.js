@@ -1,5 +1,5 @@
-// Draws the charts of the page, with marks where sessions begin: hover shows values, the legend
-// hides lines, dragging zooms all charts to the same steps. A live page polls its server for new content.
+// Draws the charts of the page: hover shows values, the legend hides lines, dragging zooms all
+// charts to the same steps. A live page polls its server for new content.
 "use strict";
 (() => {
   const NS = "http://www.w3.org/2000/svg";
