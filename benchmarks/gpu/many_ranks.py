@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,7 @@ HALF = """
     shard2:compile+dpo tp2+dpo pp2:full+dpo cp2:compile:op+dpo rep2xshard2+dpocopy
     shard4:compile+sft pp2xcp2+sft
     shard2+vit shard4:compile:full+vit rep2:compile+vit pp2:op+vit
-    tp2xshard2+sparse
+    tp2xshard2+sparse tp2:compile:async tp2xshard2:compile:async
 """
 SINGLE = (
     "shard4:zero2 tp2xshard2 pp2xtp2 cp2xtp2+documents rep2xshard2:compile tp2:compile:full+lora"
@@ -118,6 +119,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu only tries the script")
     parser.add_argument("--only", default="", help="the rows whose name contains this")
     args = parser.parse_args()
+    # For `async`, or torch refuses ranks that share a device.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     if "layouts" in args.parts:
         prove_layouts(args)
     if "resumes" in args.parts:

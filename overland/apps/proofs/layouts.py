@@ -45,6 +45,7 @@ WAYS: dict[str, Sections] = {
     "op": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
     "every2": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}},
     "compile": {"compile": {"enable": True, "backend": "aot_eager"}},
+    "async": {"parallelism": {"enable_async_tensor_parallel": True}},
     "accumulate": {"training": {"local_batch_size": 1}},
     "microbatch2": {"parallelism": {"pipeline_parallel_microbatch_size": 2}},
 }
