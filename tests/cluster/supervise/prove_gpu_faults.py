@@ -132,6 +132,7 @@ def prove_supervised(folder: Path, faults: list[str], more: list[str]) -> str:
             run.wait_until(lambda n=before: len(run.events("recovered")) > n, f"after {fault}")
             rows += [row(fault, one, begun) for one in run.events("fault") if one["time"] > begun]
             rows[-1] += f" {run.events('recovered')[-1]['lost_seconds']:.0f} |"
+            say(rows[-1])
         run.wait()
         prepare(folder / "unbroken", step_seconds=0)
         train(folder / "unbroken", run.settings).wait()
