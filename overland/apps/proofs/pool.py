@@ -20,7 +20,7 @@ from typing import Any
 
 from overland.world import World
 
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = {"cpu": 300, "cuda": 150}  # many a test's ranks may share a CPU's cores
 
 
 def clean_processes() -> mp.context.ForkServerContext:
@@ -52,7 +52,7 @@ class RankPool:
                 pipe.send(os.getcwd())  # first: reading the function may import its module
                 pipe.send((function, world, meeting_point.name, args))
             results: dict[int, tuple[bool, Any]] = {}
-            patience = TIMEOUT_SECONDS
+            patience = TIMEOUT_SECONDS[self.device_type]
             for rank in range(num_ranks):
                 results[rank] = _answer(self._ranks[rank][1], patience)
                 if not results[rank][0]:
@@ -66,7 +66,7 @@ class RankPool:
     def close(self) -> None:
         for process, _ in self._ranks:
             process.kill()
-            process.join()
+            process.join(10)  # the driver may hold a process whose kernels wait for another rank
         self._ranks.clear()
 
     def _start(self) -> tuple[mp.process.BaseProcess, Connection]:
@@ -101,18 +101,19 @@ def _serve(pipe: Connection, device_type: str) -> None:
             devices = torch.cuda.device_count() if device_type == "cuda" else world.size
             own_device(-(-world.size // devices), world, device_type)
             backend = backend_string("auto", device_type)
+            faulthandler.dump_traceback_later(TIMEOUT_SECONDS[device_type] - 10)
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
-            faulthandler.dump_traceback_later(TIMEOUT_SECONDS - 10)
-            try:
-                pipe.send((True, function(world, *args)))
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-                dist.destroy_process_group()
-                forget_meshes()
+            result = function(world, *args)
+            dist.destroy_process_group()
+            forget_meshes()
+            # Only now: a rank that cannot leave its world is a fault of this call, not of the next.
+            pipe.send((True, result))
         except EOFError:  # the pool is gone
             return
-        except BaseException:
+        except BaseException:  # the pool ends all its ranks then
             pipe.send((False, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def forget_meshes() -> None:
