@@ -1,5 +1,6 @@
 """The three kinds of tokenizers behind one protocol, each read with its own library: Hugging Face's
-tokenizer.json, sentencepiece models, and tiktoken's ranks as in Llama 3.
+tokenizer.json, sentencepiece models, and tiktoken's ranks as in Llama 3; and the token with which
+each of them begins a text.
 
 A `tokenizer.json` is read with Hugging Face's tokenizers. A `tokenizer.model` is a sentencepiece
 model, as in Llama 2, Mistral and Gemma, or a list of tiktoken ranks, as in Llama 3's `original/`

@@ -1,4 +1,5 @@
-"""Reads metrics.jsonl: losses by step, the newest numbers, and the pace."""
+"""Reads metrics.jsonl: losses by step, the newest numbers, and the pace
+(with it the time left)."""
 
 from __future__ import annotations
 

@@ -39,9 +39,6 @@ from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
 
 RECOMPUTE = ("none", "selective", "full")  # from the fastest to the one that needs least memory
-# The rest is for the driver, libraries and the allocator: an 8B step estimated at 91 % of an H200
-# runs there.
-USABLE = 0.94
 NF4_BYTES = 1 / 2 + 2 / 64  # of a weight in 4 bits, with its share of a scale (kernels/nf4.py)
 
 
@@ -88,23 +85,6 @@ class Share:
 def can_estimate(model: Any) -> bool:
     """Whether the class of the model's config defines `activations` and its blocks are known."""
     return own_method(model, "activations") is not None and bool(count_parameters(model).blocks)
-
-
-def least_recompute(
-    model: Any,
-    config: JobConfig,
-    degrees: Degrees,
-    device_bytes: int,
-    compiled: bool,
-    kernels: bool = True,
-) -> tuple[str, StepMemory]:
-    """Returns the first mode of RECOMPUTE that fits the device, or the last if none does, and its
-    memory."""
-    for recompute in RECOMPUTE:
-        memory = step_memory(model, config, degrees, recompute, compiled, kernels)
-        if memory.peak <= USABLE * device_bytes:
-            break
-    return recompute, memory
 
 
 def step_memory(

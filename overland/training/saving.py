@@ -25,11 +25,14 @@ from overland.plugins import plugin
 from overland.training.callbacks import Record
 from overland.training.run import Run
 from overland.training.state import save_run, saved_state
-from overland.training.stop import RETRY_AFTER_SIGNAL_SECONDS, Clock, StopRequest, Wish
+from overland.training.stop import Clock, StopRequest, Wish
 from overland.words import first_few
 from overland.world.heartbeat import Phase
 
 RETRY_SECONDS = 20.0  # between two attempts of the last save
+RETRY_FOR_SECONDS = 600.0  # at most; less if the job ends before
+# Who sends SIGTERM or Ctrl-C wants the run to end, and a scheduler kills it half a minute later.
+RETRY_AFTER_SIGNAL_SECONDS = 10.0
 LOOK_SECONDS = 0.5  # for signals meanwhile
 
 
@@ -135,7 +138,8 @@ def retry_final_save(
     report_saves(run, run.store.finish(), clock)
     # A supervisor sends SIGTERM well before the end of a job, and kills what takes too long.
     is_urgent = stop.any_rank(asked > 0) and not run.beat.is_supervised
-    seconds = from_first_rank(clock.seconds_for_retries(is_urgent) if clock is not None else 0.0)
+    most = RETRY_AFTER_SIGNAL_SECONDS if is_urgent else RETRY_FOR_SECONDS
+    seconds = from_first_rank(min(clock.seconds_left(), most) if clock is not None else 0.0)
     deadline = time.monotonic() + seconds
     pause = RETRY_AFTER_SIGNAL_SECONDS / 2.5 if is_urgent else RETRY_SECONDS
     while (last := run.store.last) is not None and last.error and last.may_pass:

@@ -38,9 +38,6 @@ from overland.world.signals import (
     restore_handlers,
 )
 
-RETRY_FOR_SECONDS = 600.0  # at most; less if the job ends before
-# Who sends SIGTERM or Ctrl-C wants the run to end, and a scheduler kills it half a minute later.
-RETRY_AFTER_SIGNAL_SECONDS = 10.0
 LOOK_EVERY_SECONDS = 2.0  # for the file: shared file systems are slow
 
 
@@ -101,11 +98,9 @@ class Clock:
                 return Wish.STOP_FILE
         return Wish.SAVE if now - self._saved >= self._interval else Wish.NOTHING
 
-    def seconds_for_retries(self, is_urgent: bool) -> float:
-        """Returns how long to retry the last save, leaving time for one more save."""
-        left = self._job_end - time.time() - 2 * self._slowest_save
-        most = RETRY_AFTER_SIGNAL_SECONDS if is_urgent else RETRY_FOR_SECONDS
-        return max(0.0, min(left, most))
+    def seconds_left(self) -> float:
+        """Returns how long the job still lasts, less the time for one more save."""
+        return max(0.0, self._job_end - time.time() - 2 * self._slowest_save)
 
     def saving(self) -> None:
         self._saved = time.monotonic()

@@ -10,7 +10,8 @@ from overland.config.derived import resolve_degrees, resolve_dtype
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
 from overland.models.registry import model_config
-from overland.training.memory import RECOMPUTE, StepMemory, least_recompute, step_memory
+from overland.training.fit import least_recompute
+from overland.training.memory import RECOMPUTE, StepMemory, step_memory
 
 GIB = 2**30
 H200 = int(139.8 * GIB)

@@ -29,7 +29,7 @@ from overland.data.lanes import RandomBlocks, Rows
 from overland.data.ledger import read_ledger
 from overland.errors import CheckpointError, DataError, MismatchError, NotSavedError
 from overland.files import Disk
-from overland.training import saving, stop
+from overland.training import saving
 from overland.training.build import build_run
 from overland.training.callbacks import Callback
 from overland.training.loop import train
@@ -512,7 +512,7 @@ class FullForAWhile(Disk):
 
 
 def save_on_a_full_disk(world: World, config: JobConfig, refusals: int) -> tuple[list[str], str]:
-    saving.RETRY_SECONDS, stop.RETRY_FOR_SECONDS = 0.01, 60.0 if refusals == 2 else 0.3
+    saving.RETRY_SECONDS, saving.RETRY_FOR_SECONDS = 0.01, 60.0 if refusals == 2 else 0.3
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     assert run.folder.fallback is not None
     run.store.disk = FullForAWhile(refusals, run.folder.fallback.parent)
@@ -566,8 +566,8 @@ class TerminatedAt(Callback):
 
 
 def terminate_on_a_full_disk(world: World, config: JobConfig, at: str) -> tuple[list[str], str]:
-    saving.RETRY_SECONDS, stop.RETRY_FOR_SECONDS = 30.0, 31.0
-    saving.RETRY_AFTER_SIGNAL_SECONDS = stop.RETRY_AFTER_SIGNAL_SECONDS = 1.0
+    saving.RETRY_SECONDS, saving.RETRY_FOR_SECONDS = 30.0, 31.0
+    saving.RETRY_AFTER_SIGNAL_SECONDS = 1.0
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     if config.training.steps > 2:
         run.store.disk = FullForAWhile(10**6, Path("/nowhere"))
@@ -615,7 +615,7 @@ class RoomAfter(Callback):
 def train_without_room_for_the_ledger(
     world: World, config: JobConfig, room_after: int
 ) -> tuple[list[str], str]:
-    saving.RETRY_SECONDS, stop.RETRY_FOR_SECONDS = 0.01, 0.05
+    saving.RETRY_SECONDS, saving.RETRY_FOR_SECONDS = 0.01, 0.05
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     if world.is_first:
         run.folder.ledger.parent.mkdir(exist_ok=True)
