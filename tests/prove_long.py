@@ -1,6 +1,7 @@
-"""The tests that take minutes, which `make test` leaves out; a page of what came out.
+"""The tests that take minutes, which `make test` leaves out; a page of what came out. It goes on
+where it stopped: delete the page to begin anew.
 
-python -m tests.prove_long docs/evidence/long.md
+    python -m tests.prove_long docs/evidence/long.md
 """
 
 from __future__ import annotations
@@ -14,27 +15,35 @@ HOW = "By `python -m tests.prove_long` (part of `make prove-all`): the tests mar
 
 
 class Page:
-    """Collects how each test ended."""
+    """Keeps how each test ended, in a file; a test that has passed there is not run again."""
 
-    def __init__(self) -> None:
-        self.rows: list[str] = []
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows = [line for line in lines if "| passed |" in line]
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        done = [item for item in items if row(item.nodeid, "passed") in self.rows]
+        config.hook.pytest_deselected(items=done)
+        items[:] = [item for item in items if item not in done]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            file, _, test = report.nodeid.partition("::")
-            words = test.removeprefix("test_").replace("_", " ")
-            self.rows.append(f"| {words} | {report.outcome} | `{file}` |")
+            self.rows.append(row(report.nodeid, report.outcome))
+            head = ["# Tests that take minutes", "", "| test | outcome | file |", "|---|---|---|"]
+            self.path.write_text("\n".join([*head, *self.rows, "", HOW, ""]))
 
-    def text(self) -> str:
-        head = ["# Tests that take minutes", "", "| test | outcome | file |", "|---|---|---|"]
-        return "\n".join([*head, *self.rows, "", HOW, ""])
+
+def row(test: str, outcome: str) -> str:
+    file, _, name = test.partition("::")
+    return f"| {name.removeprefix('test_').replace('_', ' ')} | {outcome} | `{file}` |"
 
 
 def main(path: Path) -> int:
-    page = Page()
-    code = pytest.main(["-m", "long"], plugins=[page])
-    path.write_text(page.text())
-    return int(code)
+    code = pytest.main(["-m", "long"], plugins=[Page(path)])
+    return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)  # all have passed before
 
 
 if __name__ == "__main__":
