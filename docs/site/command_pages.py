@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from words import as_code, as_markdown, table
 
-from overland.cli.examples import HELP
+from overland.cli.examples import EXAMPLES
 from overland.cli.main import app
 
 FOLDER = "reference/command"
@@ -40,7 +40,10 @@ def _verbs() -> dict[str, Any]:
 
 def _overview() -> str:
     command: Any = typer.main.get_command(app)
-    rows = [(f"[`overland {verb}`]({verb}.md)", as_markdown(HELP[verb][0])) for verb in _verbs()]
+    rows = [
+        (f"[`overland {verb}`]({verb}.md)", as_markdown(one.get_short_help_str(limit=100)))
+        for verb, one in _verbs().items()
+    ]
     return "\n\n".join([
         "# Command line",
         table(("command", "what it does"), rows),
@@ -60,7 +63,7 @@ def _page(verb: str, command: Any) -> str:
 def _body(words: str, command: Any) -> list[str]:
     context = command.context_class(command, info_name=words)
     usage = " ".join([words, *command.collect_usage_pieces(context)])
-    examples = HELP[words.removeprefix("overland ")][1]
+    examples = EXAMPLES.get(words.removeprefix("overland "), ())
     parts = [_text(command.help), f"```\n{usage}\n```", _options(command, context)]
     if examples:
         parts += ["Examples:", "```\n" + "\n".join(examples) + "\n```"]

@@ -41,7 +41,8 @@ def check(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a config without training: keys, parallel degrees, batch, files, and one fake step."""
+    """Describe a run and report every problem, without training. Checks keys, parallel degrees,
+    batch and files, and takes one fake step."""
     from overland.config.arguments import ngpu
 
     source, arguments = split_settings(settings)

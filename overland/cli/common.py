@@ -102,18 +102,18 @@ def with_options_of(
     limits: Mapping[str, int | Sequence[str]],
     without: Sequence[str] = (),
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Gives a verb the arguments of a library function as options, before its own: with their names
-    and defaults, and what the docstring says about each. `limits` has the least number or the
-    choices of some."""
+    """Gives a verb the arguments of a library function as options, before its own that are only
+    keywords: with their names and defaults, and what the docstring says about each. `limits` has
+    the least number or the choices of some."""
 
     def with_options(verb: Callable[..., R]) -> Callable[..., R]:
         own = inspect.signature(verb, eval_str=True).parameters
         texts = {one[1]: one[2] for one in ARGUMENT.finditer(inspect.getdoc(function) or "")}
         theirs = inspect.signature(function).parameters.values()
-        found = {one.name: _option(one, texts[one.name], limits.get(one.name)) for one in theirs
-                 if one.name in texts and one.name not in without}  # fmt: skip
-        found |= {name: one for name, one in own.items() if one.kind is not one.VAR_KEYWORD}
-        parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in found.values()]
+        parameters = [one for one in own.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+        parameters += [_option(one, texts[one.name], limits.get(one.name)) for one in theirs
+                       if one.name in texts and one.name not in {*own, *without}]  # fmt: skip
+        parameters += [one for one in own.values() if one.kind is one.KEYWORD_ONLY]
         verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         verb.__annotations__ = {one.name: one.annotation for one in parameters}
         return verb
@@ -138,4 +138,6 @@ def _option(
     least = limit if isinstance(limit, int) else None
     option = typer.Option(*words, help=" ".join(text.split()), min=least)
     taken = taken | None if default is None else taken
-    return argument.replace(annotation=Annotated[taken, option], default=default)
+    return argument.replace(
+        kind=argument.KEYWORD_ONLY, annotation=Annotated[taken, option], default=default
+    )

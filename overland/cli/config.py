@@ -23,7 +23,7 @@ def reference(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print every section and key with its type, default and meaning."""
+    """Print every key with its type, default and meaning."""
     import json
 
     from overland.apps.reference import reference_rows, reference_tables, reference_text
@@ -68,7 +68,7 @@ def convert(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite NEW.")] = False,
 ) -> None:
-    """Convert a config of another trainer, or an older one, to Overland's current keys."""
+    """Convert a config of another trainer to Overland's keys. Also updates an older config."""
     from overland.checks.effect import without_hidden
     from overland.config.errors import ConfigError, Problem
     from overland.config.load import load_config
@@ -92,8 +92,8 @@ def show(
         bool, typer.Option("--full", help="Also print keys that have their default value.")
     ] = False,
 ) -> None:
-    """Print the resolved config: file, environment and overrides combined. A path with variables is
-    shown both as written and as resolved on this machine."""
+    """Print the resolved config. File, environment and overrides are combined, and a path with
+    variables is shown both as written and as resolved on this machine."""
     from overland.checks.effect import without_hidden
     from overland.config.load import load_config
     from overland.config.write import to_toml

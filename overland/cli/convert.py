@@ -62,7 +62,7 @@ def convert(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
 ) -> None:
-    """Convert a checkpoint, tensor by tensor; the format of SOURCE is detected."""
+    """Convert a checkpoint, tensor by tensor, to any format. The format of SOURCE is detected."""
     from overland.apps.convert import convert as convert_checkpoint
     from overland.apps.convert.formats import Options
     from overland.cli.data_build import import_sources

@@ -36,15 +36,11 @@ BAR_WIDTH = 40
 SAMPLE_CHARACTERS = 160
 SAMPLE_TOKENS = 24
 
-ABOUT = "Inspect a corpus, preview what the model sees, or pre-tokenize it."
+ABOUT = "Inspect a corpus, preview batches, or pre-tokenize it."
 
 app = typer.Typer(help=ABOUT, no_args_is_help=True, rich_markup_mode=None)
 app.command()(build)
 app.command()(preview)
-
-
-@app.callback(help=ABOUT)
-def data() -> None: ...
 
 
 @app.command()

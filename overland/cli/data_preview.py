@@ -37,7 +37,7 @@ def preview(
     rows: Annotated[int, typer.Option(help="Number of rows to show.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
 ) -> None:
-    """Show exactly what the model sees at a step: one color per document, dim where no loss is
+    """Show exactly what the model sees at a step. One color per document, dim where no loss is
     taken. In conversations, only what is learned is bright, and special tokens are reversed."""
     from overland.apps.dataset import open_step
     from overland.errors import DataError

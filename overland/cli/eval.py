@@ -60,6 +60,7 @@ def evaluate(
         Path,
         typer.Argument(help="A run, a checkpoint of any format, or a Hugging Face folder."),
     ],
+    *,
     ranks: Annotated[
         int | None,
         typer.Option(help="Processes to start here; default: NGPU, or one per GPU.", min=1),
@@ -73,10 +74,11 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **options: Any,
 ) -> None:
-    """Measure perplexity and scores: overland eval PATH --data c4=/scratch/c4 --tasks hellaswag
+    """Measure perplexity and task scores.
 
-    With neither option, a run is evaluated on its own validation data. Results are saved next to
-    the checkpoint; run the same command again to resume an evaluation that was stopped.
+    With neither --data nor --tasks, a run is evaluated on its own validation data. Results are
+    saved next to the checkpoint; run the same command again to resume an evaluation that was
+    stopped.
     """
     end_at_signal(STOPPED_WORDS)
     given = checked({"path": path, **options})

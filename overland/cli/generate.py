@@ -35,7 +35,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
     {"num_tokens": 1, "batch_size": 1},
     without=["model", "prompts", "chat", "parse_specials"],
 )
-@with_options_of(open_model, {}, without=["needs_tokenizer"])
+@with_options_of(open_model, {"step": 0}, without=["needs_tokenizer"])
 def generate(
     path: Annotated[
         Path,
@@ -46,6 +46,7 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts to continue.")
     ] = None,
+    *,
     prompt: Annotated[list[str] | None, typer.Option(help="Same as PROMPT; repeatable.")] = None,
     file: Annotated[
         Path | None,

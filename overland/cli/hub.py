@@ -54,8 +54,8 @@ def fetch(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Download a model, a tokenizer, a dataset, or all datasets of evaluation tasks. Interrupted
-    downloads resume, and every byte is verified. HF_ENDPOINT and HF_TOKEN are respected."""
+    """Download a model, tokenizer, dataset or evaluation tasks. Interrupted downloads resume, and
+    every byte is verified. HF_ENDPOINT and HF_TOKEN are respected."""
     from overland.apps.hub.fetch import Wanted, default_folder
     from overland.apps.hub.fetch import fetch as fetch_files
 
@@ -178,8 +178,8 @@ def push(
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Upload a folder, such as the weights in RUN/hf, and verify what arrived. HF_ENDPOINT and
-    HF_TOKEN are respected."""
+    """Upload a folder of weights or data to the Hugging Face Hub. What arrived is verified.
+    HF_ENDPOINT and HF_TOKEN are respected."""
     from overland.apps.hub.push import push as push_files
 
     with redirect_stderr(raw(sys.stderr)):  # where the client of the Hub draws its bars

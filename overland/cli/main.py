@@ -28,7 +28,7 @@ from overland.cli import (
     watch,
 )
 from overland.cli.common import TAKES_SETTINGS
-from overland.cli.examples import add_help
+from overland.cli.examples import add_examples
 from overland.streams import guard_streams
 
 # Names of other tools, and what is meant here.
@@ -117,7 +117,7 @@ app.command(name="version", hidden=True)(lambda: print_version(True))
 app.add_typer(data.app, name="data")
 app.add_typer(prove.app, name="prove")
 app.add_typer(config.app, name="config")
-add_help(app)
+add_examples(app)
 
 
 def main() -> None:

@@ -37,9 +37,10 @@ def preflight(
     ] = False,
     task: Annotated[bool, typer.Option("--task", hidden=True)] = False,
 ) -> None:
-    """Test every node, device and link of an allocation, or of this machine, and name the bad ones.
+    """Test every node, device and link, and name the bad ones.
 
-    Exit codes: 0 if all are good, 1 if some are bad, 2 if the test could not run.
+    Tests an allocation, or this machine. Exit codes: 0 if all are good, 1 if some are bad, 2 if the
+    test could not run.
     """
     if task:
         from overland.cluster.preflight.task import run_task

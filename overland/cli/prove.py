@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from overland.apps.proofs.layouts import ProofLayout
     from overland.config.errors import ConfigError
 
-HELP = "Evidence: equal losses across layouts and resumes, exact data, intact checkpoints."
-
 Device = Annotated[
     str, typer.Option(help="cpu, or cuda: over NCCL, with several ranks on a GPU if need be.")
 ]
@@ -40,7 +38,9 @@ Table = Annotated[
     typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
 ]
 
-app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
+ABOUT = "Verify that layouts, resumes, data and checkpoints are exact."
+
+app = typer.Typer(help=ABOUT, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
@@ -59,8 +59,8 @@ def layout(
     table: Table = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per layout.")] = False,
 ) -> None:
-    """Train a tiny model, or a custom one, under each layout on local ranks and compare with one
-    process."""
+    """Compare the losses of parallel layouts with one process. Trains a tiny model, or your own,
+    under each layout on local ranks."""
     from overland.apps.proofs.evidence import Evidence
     from overland.apps.proofs.layout import (
         HEAD,
@@ -111,7 +111,8 @@ def resume(
     table: Table = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per pair.")] = False,
 ) -> None:
-    """Save a tiny run under each layout, resume it under each, and compare with an unbroken run."""
+    """Compare runs resumed under other layouts with an unbroken run. Saves a tiny run under each
+    layout, and resumes it under each."""
     from overland.apps.proofs.evidence import Evidence
     from overland.apps.proofs.pool import RankPool
     from overland.apps.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
@@ -145,7 +146,7 @@ def checkpoint(
         bool, typer.Option("--json", help="One JSON object per checkpoint.")
     ] = False,
 ) -> None:
-    """Read every byte of a checkpoint and verify it against its checksums."""
+    """Verify every byte of a checkpoint against its checksums."""
     from overland.apps.proofs.checkpoint import find_checkpoints, total_bytes, verify
 
     damaged = 0
@@ -172,7 +173,7 @@ def data(
     last: Annotated[int | None, typer.Option("--to", help="Last step.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Replay the data plan of a run and compare it with what the model actually consumed."""
+    """Compare the data that a run consumed with its plan."""
     from overland.apps.proofs.data import prove_data
 
     with progress_bar("steps") as progress:

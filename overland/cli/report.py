@@ -38,7 +38,7 @@ def report(
         typer.Option("--json", help="Print the numbers as JSON; write a page only with --output."),
     ] = False,
 ) -> None:
-    """Write an HTML report on one run, or comparing several: overland report RUN [RUN ...]
+    """Write an HTML report on one run, or comparing several.
 
     The page is one self-contained file: curves, sessions, where the time went, data, samples and
     config. It changes nothing that training uses, so it is safe to run during training.

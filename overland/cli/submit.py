@@ -18,10 +18,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from overland.cli.common import Settings, complete_site, split_settings, user_errors
+from overland.cli.common import (
+    Settings,
+    complete_site,
+    split_settings,
+    user_errors,
+    with_options_of,
+)
+from overland.cluster.job import LEAST, JobRequest
 
 if TYPE_CHECKING:
-    from overland.cluster.job import JobRequest, RunPlace
+    from overland.cluster.job import RunPlace
     from overland.cluster.site import NamedSite
     from overland.config.errors import ProblemKind
     from overland.config.load import Loaded
@@ -38,6 +45,7 @@ class Submit(TyperCommand):
 
 
 @user_errors
+@with_options_of(JobRequest, LEAST)
 def submit(
     settings: Settings = None,
     site: Annotated[
@@ -46,62 +54,29 @@ def submit(
             help="Site name or file; with no value, lists sites.", autocompletion=complete_site
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes to train on.", min=1)] = 1,
-    spares: Annotated[int, typer.Option(help="Spare nodes, held in reserve.", min=0)] = 0,
-    sessions: Annotated[int, typer.Option(help="Number of jobs in the chain.", min=1)] = 1,
-    time: Annotated[
-        str | None,
-        typer.Option(help="Time limit per job, as for sbatch; default: the site's maximum."),
-    ] = None,
+    *,
     account: Annotated[str | None, typer.Option(envvar="SBATCH_ACCOUNT")] = None,
     partition: Annotated[str | None, typer.Option(envvar="SBATCH_PARTITION")] = None,
     qos: Annotated[str | None, typer.Option(envvar="SBATCH_QOS")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Job name; default: from the run folder.")
-    ] = None,
-    devices_per_node: Annotated[
-        int | None, typer.Option(help="Devices per node, if the site does not specify it.", min=1)
-    ] = None,
-    container: Annotated[
-        str | None, typer.Option(help="Container image to run in, such as overland.sif.")
-    ] = None,
-    packed_env: Annotated[
-        str | None,
-        typer.Option(
-            help="A conda-pack .tar.gz to unpack on each node's disk; default: that of setup.sh, "
-            "if there is one; none: import from where Python is."
-        ),
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(help="Environment variable to pass on; its value is never printed."),
-    ] = None,
-    sbatch: Annotated[
-        str, typer.Option(help='Extra sbatch flags, such as "--mail-type=END".')
-    ] = "",
-    preflight: Annotated[bool, typer.Option(help="Test all nodes before training on them.")] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the script without submitting it.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     sites: Annotated[bool, typer.Option("--sites", help="List the sites.")] = False,
-    here: Annotated[
-        bool,
-        typer.Option("--here", help="Run inside the current Slurm job instead of submitting one."),
-    ] = False,
     evaluation: Annotated[
         bool,
         typer.Option("--eval", help="CONFIG is a checkpoint, evaluated in a one-node job."),
     ] = False,
+    **options: Any,
 ) -> None:
-    """Write and submit the job chain of a run: overland submit CONFIG --site NAME --nodes N
+    """Submit a run to Slurm as a chain of jobs.
 
     The config is checked first and saved with the script in the run folder. Each job resumes where
     the previous one stopped; jobs that are no longer needed end at once. With --eval, other
     options are those of `overland eval`: overland submit CHECKPOINT --eval --tasks hellaswag --site
     NAME
     """
-    from overland.cluster.job import JobRequest, num_devices_per_node, plan_job
+    from overland.cluster.job import num_devices_per_node, plan_job
     from overland.cluster.script import refuse_secret_values, render_job
     from overland.cluster.site import load_site, site_files
     from overland.cluster.submit import check_scheduler, how_to_follow, next_files, write_private
@@ -109,7 +84,6 @@ def submit(
     from overland.config.write import to_toml
     from overland.errors import ClusterError
     from overland.run_folder import remove_old_stop
-    from overland.words import command
 
     if sites or (site is None and not settings):
         print(list_sites())
@@ -119,44 +93,24 @@ def submit(
             f"no cluster given; set --site to one of {', '.join(sorted(site_files()))}; "
             "--site NAME --dry-run shows what else is needed"
         )
-    if container is not None and container.endswith(".sif"):  # others are the container runtime's
+    wanted = JobRequest(account=account, partition=partition, qos=qos, **options)
+    wanted = replace(wanted, env=options["env"] or ())
+    if wanted.container and wanted.container.endswith(".sif"):  # others are the runtime's
         way_out = "build it from the definition in containers/"
-        container = existing("--container", container, way_out)
-    archive = None if packed_env == "none" else packed_env
-    if archive is not None:
-        way_out = f"`{command('overland', 'env', 'SITE')}` shows how to make one"
-        archive = existing("--packed-env", archive, way_out)
-    wanted = JobRequest(
-        nodes=nodes,
-        spares=spares,
-        sessions=sessions,
-        time=time,
-        account=account,
-        partition=partition,
-        qos=qos,
-        name=name,
-        devices_per_node=devices_per_node,
-        container=container,
-        packed_env=archive,
-        env_names=tuple(env or ()),
-        sbatch=sbatch,
-        preflight=preflight,
-        here=here,
-    )
-    for variable in wanted.env_names:
+        wanted = replace(wanted, container=existing("--container", wanted.container, way_out))
+    for variable in wanted.env:
         if "=" not in variable and variable not in os.environ:
             raise ClusterError(
                 f"--env {variable}: this variable is not set here, so it cannot be passed on"
             )
     chosen = load_site(site)
-    if packed_env is None:
-        wanted = with_packed_python(chosen, wanted)
+    wanted = with_packed_python(chosen, wanted)
     if evaluation:
         from overland.cli.eval import submit_evaluation
 
         submit_evaluation(settings or [], chosen, wanted, dry_run, as_json)
         return
-    world_size = nodes * num_devices_per_node(chosen, wanted)
+    world_size = wanted.nodes * num_devices_per_node(chosen, wanted)
     loaded = load_for_chain(settings, world_size, wanted, waive_missing=dry_run)
     place = run_place(loaded.config)
     script, frozen = next_files(place.run)
@@ -289,11 +243,16 @@ MANY_NODES = 8  # with so many, imports from Lustre took 51 s on Frontier, and 2
 
 
 def with_packed_python(site: NamedSite, wanted: JobRequest) -> JobRequest:
-    """Returns the request with the environment that the site's setup script packed, for a job of
-    several nodes with disks of their own; reports what is used."""
+    """Returns the request with the packed environment that is asked for, or the one that the site's
+    setup script made, for a job of several nodes with disks of their own; reports what is used."""
     from overland.cluster.script import packed_by_setup
     from overland.words import command
 
+    if wanted.packed_env == "none":
+        return replace(wanted, packed_env=None)
+    if wanted.packed_env is not None:
+        way_out = f"`{command('overland', 'env', 'SITE')}` shows how to make one"
+        return replace(wanted, packed_env=existing("--packed-env", wanted.packed_env, way_out))
     num_nodes = wanted.nodes + wanted.spares
     if num_nodes == 1 or wanted.container or not site.facts.disk.node_local:
         return wanted
@@ -329,7 +288,7 @@ def env(
         typer.Option("--job", help="What a job needs instead: modules, network and caches."),
     ] = False,
 ) -> None:
-    """Print the one-time setup script for a cluster, commented: overland env SITE > setup.sh
+    """Print the one-time setup script for a cluster. It is commented.
 
     With --job, print the lines for a job script of your own. They install nothing:
     eval "$(overland env SITE --job)"

@@ -37,7 +37,7 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a model: overland train CONFIG [section.key=value ...]
+    """Train a model, or resume a run.
 
     CONFIG is a TOML or YAML file, the name of a recipe (see `overland init`) or a run folder. Run
     the same command again to resume. Environment: CONFIG_FILE, NGPU, LOG_RANK, COMM_BACKEND,

@@ -66,7 +66,7 @@ def watch(
         ),
     ] = None,
 ) -> None:
-    """Watch a run live, from any machine that can see its folder; press q to quit.
+    """Watch a run live, from any machine that can see its folder. Press q to quit.
 
     With --once, the exit code gives the state: 0 alive or finished, 1 stopped or failed, 2 nothing
     to watch, 3 no sign of life.
@@ -173,7 +173,7 @@ def list_runs(
     folder: Annotated[Path, typer.Argument(help="Folder to search, four levels deep.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List runs, newest first: state, step, loss, validation loss, and age of the last update."""
+    """List runs with their state, step, loss and age. Newest first, also with validation loss."""
     from overland.apps.watch.files import finite
     from overland.apps.watch.listing import list_runs, no_runs, table, to_json
 

@@ -8,13 +8,16 @@ import hashlib
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from overland.cluster.site import Limit, NamedSite
 from overland.errors import ClusterError
 from overland.world.devices import num_local_ranks
+
+if TYPE_CHECKING:
+    from overland.cluster.site import Limit, NamedSite
 
 LEAST_SIGNAL_SECONDS = 60  # Slurm's clock for signals ticks once a minute
 MOST_SIGNAL_SECONDS = 65535
@@ -30,7 +33,23 @@ NO_LIMIT = "{site}: the walltime limit is not known; give --time HH:MM:SS"
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What the user requested; None means the site's default."""
+    """What the user requested, by the options of `overland submit`; None means the site's default.
+
+    Args:
+        nodes: Nodes to train on.
+        spares: Spare nodes, held in reserve.
+        sessions: Number of jobs in the chain.
+        time: Time limit per job, as for sbatch; default: the site's maximum.
+        name: Job name; default: from the run folder.
+        devices_per_node: Devices per node, if the site does not specify it.
+        container: Container image to run in, such as overland.sif.
+        packed_env: A conda-pack .tar.gz to unpack on each node's disk; default: that of setup.sh,
+            if there is one; none: import from where Python is.
+        env: Environment variable to pass on; its value is never printed.
+        sbatch: Extra sbatch flags, such as "--mail-type=END".
+        preflight: Test all nodes before training on them.
+        here: Run inside the current Slurm job instead of submitting one.
+    """
 
     nodes: int = 1
     spares: int = 0
@@ -43,11 +62,13 @@ class JobRequest:
     devices_per_node: int | None = None
     container: str | None = None
     packed_env: str | None = None
-    env_names: tuple[str, ...] = ()
+    env: Sequence[str] = ()
     sbatch: str = ""
     preflight: bool = True
     here: bool = False
-    """Run inside the current job, which already has its account, partition and time."""
+
+
+LEAST = {"nodes": 1, "spares": 0, "sessions": 1, "devices_per_node": 1}
 
 
 @dataclass(frozen=True)
@@ -211,7 +232,7 @@ def _check_words(wanted: JobRequest) -> None:
         letters = r"[\w.:@+-]+" if flag == "name" else r"[\w.:@+,-]+"
         if value is not None and not re.fullmatch(letters, value):
             raise ClusterError(f"--{flag} {value!r}: expected a single word")
-    for name in wanted.env_names:
+    for name in wanted.env:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             shown = f"{name.partition('=')[0]}=…"  # the rest may be the secret itself
             raise ClusterError(

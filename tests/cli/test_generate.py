@@ -233,6 +233,7 @@ ODD = [
     (["--chat", "Hi"], "has no chat template"),
     (["--file", "nowhere.txt"], "--file nowhere.txt cannot be read: No such file"),
     (["--step", "3"], "--step 3 selects a checkpoint of a run"),
+    (["--step", "-1"], "Invalid value for '--step'"),
     (["--device", "warp"], "--device warp cannot be used here"),
     (["x" * 3000], "prompt 1 has"),
     (["--system", "Be short."], "--system needs --chat"),

@@ -98,7 +98,7 @@ def scripts(spot: tuple[str, ...], text: str) -> Iterator[str]:
                 wanted = replace(wanted, packed_env="/env.tar.gz", nodes=2)
             where = replace(place(Path("/nowhere")), setup=Path("/setup.sh"))
             if spot[0] == "--":
-                given: Any = (text,) if spot[1] == "env_names" else text
+                given: Any = (text,) if spot[1] == "env" else text
                 given = f"--comment={text}" if spot[1] == "sbatch" else given
                 wanted = replace(wanted, **{spot[1]: given})
             if spot[0] == "path":

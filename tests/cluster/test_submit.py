@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, object]] = {
     "many-nodes": {"nodes": 64, "spares": 2},
     "sessions": {"nodes": 2, "sessions": 3, "sbatch": "--mail-type=END -x 'node1'"},
     "container": {"nodes": 2, "container": "/images/overland.sif"},
-    "environment": {"nodes": 2, "env_names": ("WANDB_API_KEY",)},
+    "environment": {"nodes": 2, "env": ("WANDB_API_KEY",)},
 }
 ON_SLURM = [site for site in LEFT_OPEN if site != "laptop"]
 
