@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from overland.run_folder import CONFIG, LOGS
 from overland.world.signals import end_at_signal
 
 if TYPE_CHECKING:
-    from overland.cluster.job import BatchJob, JobRequest, RunPlace
+    from overland.cluster.job import JobRequest, RunPlace
     from overland.cluster.site import NamedSite
 
 STOPPED_WORDS = "stopped; finished parts are saved, and the same command resumes"
@@ -250,10 +249,10 @@ def submit_evaluation(
     words: list[str], site: NamedSite, wanted: JobRequest, dry_run: bool, as_json: bool
 ) -> None:
     """Checks the options of `overland eval`, writes the script and submits it."""
+    from overland.cli.submit import finish
     from overland.cluster.job import job_name, plan_job
-    from overland.cluster.script import refuse_secret_values, render_evaluation
-    from overland.cluster.submit import next_files, require_sbatch, write_private
-    from overland.cluster.submit import submit as hand_in
+    from overland.cluster.script import render_evaluation
+    from overland.cluster.submit import next_files
 
     options = check_words(words, wanted)
     if not dry_run:
@@ -265,20 +264,7 @@ def submit_evaluation(
     require_degree(options["tensor_parallel"], options["ranks"] or job.num_ranks)
     script, _ = next_files(place.run)
     words = [str(place.config) if word == str(options["path"]) else word for word in words]
-    text = render_evaluation(job, words)
-    refuse_secret_values(text)
-    if dry_run:
-        shown = json.dumps({**facts(job), "script": text}, indent=2) + "\n"
-        print(shown if as_json else text, end="")
-        return
-    require_sbatch(job)
-    write_private(script, text)
-    ids = hand_in(job, script)
-    if as_json:
-        print(json.dumps({**facts(job), "script": str(script), "jobs": ids}, indent=2))
-        return
-    print(f"Submitted {', '.join(ids)} as {job.name}, with {script}. To follow it:\n")
-    print(*(f"  {line}" for line in how_to_follow(job, ids)), sep="\n")
+    finish(job, {script: render_evaluation(job, words)}, dry_run, as_json)
 
 
 def check_words(words: list[str], wanted: JobRequest) -> dict[str, Any]:
@@ -350,25 +336,5 @@ def place_for(options: dict[str, Any]) -> RunPlace:
         margin_minutes=0,
         variables={name: os.environ[name] for name in CARRIED if name in os.environ},
         setup=session_file(),
-    )
-
-
-def facts(job: BatchJob) -> dict[str, object]:
-    left_out = ("spares", "config", "run")
-    found = {name: value for name, value in job.to_json().items() if name not in left_out}
-    return {**found, "checkpoint": str(job.place.config)}
-
-
-def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
-    from overland.cluster.submit import with_comments
-
-    logs = shlex.quote(str(job.place.logs))
-    if job.site.facts.scheduler == "none":
-        return with_comments({f"tail -f {logs}/job.log": "its log"})
-    return with_comments(
-        {
-            f"squeue --me --name={job.name}": "its state",
-            f"tail -f {logs}/job-{ids[0]}.log": "its log, with the table at the end",
-            f"scancel --me --name={job.name}": "cancel it; submit again to resume",
-        }
+        evaluates=True,
     )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+import overland
 from overland.cli.common import (
     Settings,
     complete_site,
@@ -28,7 +29,7 @@ from overland.cli.common import (
 from overland.cluster.job import LEAST, JobRequest
 
 if TYPE_CHECKING:
-    from overland.cluster.job import RunPlace
+    from overland.cluster.job import BatchJob, RunPlace
     from overland.cluster.site import NamedSite
     from overland.config.errors import ProblemKind
     from overland.config.load import Loaded
@@ -77,13 +78,11 @@ def submit(
     NAME
     """
     from overland.cluster.job import num_devices_per_node, plan_job
-    from overland.cluster.script import refuse_secret_values, render_job
+    from overland.cluster.script import render_job
     from overland.cluster.site import load_site, site_files
-    from overland.cluster.submit import check_scheduler, how_to_follow, next_files, write_private
-    from overland.cluster.submit import submit as hand_in
+    from overland.cluster.submit import next_files
     from overland.config.write import to_toml
     from overland.errors import ClusterError
-    from overland.run_folder import remove_old_stop
 
     if sites or (site is None and not settings):
         print(list_sites())
@@ -116,18 +115,35 @@ def submit(
     script, frozen = next_files(place.run)
     variables = variables_to_carry(loaded)
     job = plan_job(chosen, wanted, replace(place, config=frozen, variables=variables))
-    text, config = render_job(job), to_toml(loaded.config, full=True, written=loaded.written)
-    refuse_secret_values(text + config)
+    config = to_toml(loaded.config, full=True, written=loaded.written)
+    finish(job, {script: render_job(job), frozen: config}, dry_run, as_json)
+
+
+def finish(job: BatchJob, texts: dict[Path, str], dry_run: bool, as_json: bool) -> None:
+    """Submits a job with these files, of which the first is its script, or prints that."""
+    from overland.cluster.script import refuse_secret_values
+    from overland.cluster.submit import check_scheduler, finds_overland, how_to_follow
+    from overland.cluster.submit import submit as hand_in
+    from overland.run_folder import remove_old_stop
+
+    script, text = next(iter(texts.items()))
+    refuse_secret_values("".join(texts.values()))
+    if not finds_overland(job):
+        checkout = Path(overland.__file__).parent.parent
+        print(
+            "note: Python finds Overland here only through PYTHONPATH or the current folder, which "
+            'jobs do not have: they would fail with "No module named overland"; run `pip install '
+            f"-e {checkout}` first",
+            file=sys.stderr,
+        )
     if dry_run:
         shown = json.dumps({**job.to_json(), "script": text}, indent=2) + "\n"
         print(shown if as_json else text, end="")
         return
     check_scheduler(job)
-    write_private(frozen, config)
-    write_private(script, text)
-    if note := remove_old_stop(place.run):
+    if not job.place.evaluates and (note := remove_old_stop(job.place.run)):
         print(f"note: {note}", file=sys.stderr)
-    ids = hand_in(job, script)
+    ids = hand_in(job, texts)
     if as_json:
         print(json.dumps({**job.to_json(), "script": str(script), "jobs": ids}, indent=2))
         return

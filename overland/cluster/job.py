@@ -90,6 +90,8 @@ class RunPlace:
     """Environment variables used in the config's paths, with their values at submission."""
     setup: Path | None = None
     """The file that `overland env` wrote for sessions to source, if Python comes from there."""
+    evaluates: bool = False
+    """Whether the job evaluates the checkpoint at `config`, instead of training."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +117,17 @@ class BatchJob:
         return min(max(wanted, LEAST_SIGNAL_SECONDS), MOST_SIGNAL_SECONDS)
 
     def to_json(self) -> dict[str, object]:
+        run = {"run": str(self.place.run), "config": str(self.place.config)}
         return {
             "site": self.site.name,
             "name": self.name,
             "nodes": self.wanted.nodes,
-            "spares": self.wanted.spares,
+            **({} if self.place.evaluates else {"spares": self.wanted.spares}),
             "devices_per_node": self.devices_per_node,
             "ranks": self.num_ranks,
             "sessions": self.wanted.sessions,
             "time": self.time,
-            "run": str(self.place.run),
-            "config": str(self.place.config),
+            **({"checkpoint": run["config"]} if self.place.evaluates else run),
             "logs": str(self.place.logs),
         }
 

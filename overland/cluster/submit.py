@@ -15,6 +15,7 @@ from pathlib import Path
 
 from overland.cluster.job import BatchJob
 from overland.errors import ClusterError
+from overland.processes import PYTHON
 from overland.run_folder import SUBMITTED
 from overland.slurm import ask
 from overland.words import command
@@ -38,10 +39,26 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
+def finds_overland(job: BatchJob) -> bool:
+    """Returns whether the Python of the job can import Overland. `-P` leaves out the current
+    folder, and a submitted job has no PYTHONPATH unless it is passed on."""
+    wanted, facts = job.wanted, job.site.facts
+    if wanted.container or wanted.packed_env:
+        return True
+    keeps = wanted.here or facts.scheduler == "none"
+    keeps = keeps or "PYTHONPATH" in {*wanted.env, *facts.environment, *job.place.variables}
+    env = {name: value for name, value in os.environ.items() if keeps or name != "PYTHONPATH"}
+    return (
+        subprocess.run([*PYTHON, "-c", "import overland"], env=env, capture_output=True).returncode
+        == 0
+    )
+
+
 def check_scheduler(job: BatchJob) -> None:
     """Raises an error if the job cannot be submitted from here, before anything is written."""
     require_sbatch(job)
-    if job.site.facts.scheduler == "slurm" and not job.wanted.here:
+    is_queued = job.site.facts.scheduler == "slurm" and not job.wanted.here
+    if is_queued and not job.place.evaluates:
         check_folder_is_free(job)
 
 
@@ -94,9 +111,13 @@ def names_before(run: Path) -> set[str]:
     return names
 
 
-def submit(job: BatchJob, script: Path) -> list[str]:
-    """Returns the job ids, one per session, or the process id on a machine without a scheduler.
-    With `--here` this process becomes the script and does not return."""
+def submit(job: BatchJob, texts: Mapping[Path, str]) -> list[str]:
+    """Writes these files, of which the first is the script, and submits it. Returns the job ids,
+    one per session, or the process id on a machine without a scheduler. With `--here` this process
+    becomes the script and does not return."""
+    for path, text in texts.items():
+        write_private(path, text)
+    script = next(iter(texts))
     job.place.logs.mkdir(parents=True, exist_ok=True)
     job.place.stopped.unlink(missing_ok=True)  # whoever resubmits has seen why it stopped
     if job.wanted.here:
@@ -108,9 +129,8 @@ def submit(job: BatchJob, script: Path) -> list[str]:
         try:
             ids.append(_sbatch(script))
         except ClusterError as error:  # such as a limit on jobs per user; queued jobs stay queued
-            if not ids:
-                script.unlink(missing_ok=True)
-                job.place.config.unlink(missing_ok=True)
+            for path in () if ids else texts:
+                path.unlink(missing_ok=True)
             queued = f"; already queued: {', '.join(ids)}" if ids else ""
             raise ClusterError(f"{error}{queued}") from None
     return ids
@@ -154,20 +174,23 @@ def _start_here(job: BatchJob, script: Path) -> str:
 def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
     """Returns commands for following the job, each with a comment that says what it does."""
     run, logs = shlex.quote(str(job.place.run)), shlex.quote(str(job.place.logs))
+    state, cancel = f"squeue --me --name={job.name}", f"scancel --me --name={job.name}"
+    has_scheduler = job.site.facts.scheduler != "none"
+    log = f"tail -f {logs}/" + (f"job-{ids[0]}.log" if has_scheduler else "job.log")
     lines = {command("overland", "watch", job.place.run): "live status"}
-    if job.site.facts.scheduler == "none":
-        lines |= {f"tail -f {logs}/job.log": "the log", f"touch {run}/STOP": "save and stop"}
-    else:
+    if job.place.evaluates and has_scheduler:
+        again = "cancel it; submit again to resume"
+        lines = {state: "its state", log: "its log, with the table at the end", cancel: again}
+    elif job.place.evaluates:
+        lines = {log: "its log"}
+    elif has_scheduler:
         lines |= {
-            f"squeue --me --name={job.name}": "the state of each job",
-            f"tail -f {logs}/job-{ids[0]}.log": "the log of the first job",
+            state: "the state of each job",
+            log: "the log of the first job",
             f"touch {run}/STOP": "save and stop; the next job in the chain resumes",
-            f"scancel --me --name={job.name}": "save, and cancel the whole chain",
+            cancel: "save, and cancel the whole chain",
         }
-    return with_comments(lines)
-
-
-def with_comments(lines: Mapping[str, str]) -> list[str]:
-    """Returns commands with what they do next to them, as comments in one column."""
+    else:
+        lines |= {log: "the log", f"touch {run}/STOP": "save and stop"}
     width = max(map(len, lines))
     return [f"{line:{width}}  # {what}" for line, what in lines.items()]

@@ -198,13 +198,12 @@ def from_srun(env: Mapping[str, str]) -> World | None:
     shells. A step of one task is not a world: `srun --pty bash` is one, and its user wants to use
     all of its devices, so ranks are started from there.
     """
-    step_name = first_set(env, "SLURM_STEP_ID", "SLURM_STEPID")
-    if step_name is None or "SLURM_PROCID" not in env:
+    step = srun_step(env)
+    if step is None:
         return None
-    step = number(env, step_name)
     size_name = first_set(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or ""
     size = number(env, size_name, at_least=1)
-    if step >= FIRST_SPECIAL_STEP or size == 1 or size != number(env, "SLURM_NTASKS", size):
+    if size == 1 or size != number(env, "SLURM_NTASKS", size):
         return None
     here = env.get("SLURM_GTIDS", "").split(",") if env.get("SLURM_GTIDS") else None
     lists = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -227,6 +226,15 @@ def from_srun(env: Mapping[str, str]) -> World | None:
             name=f"slurm-{job}.{step}",
         ),
     )
+
+
+def srun_step(env: Mapping[str, str]) -> int | None:
+    """Returns the number of the step if srun started this process, unlike a batch script."""
+    name = first_set(env, "SLURM_STEP_ID", "SLURM_STEPID")
+    if name is None or "SLURM_PROCID" not in env:
+        return None
+    step = number(env, name)
+    return step if step < FIRST_SPECIAL_STEP else None
 
 
 def _srun_first_host(env: Mapping[str, str]) -> str:

@@ -515,6 +515,22 @@ def test_without_sbatch_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "mine").exists()
 
 
+def test_a_job_without_overland_is_noted_before_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout that only PYTHONPATH finds: jobs have none unless it is passed on."""
+    (tmp_path / "python").write_text(f'#!/bin/sh\n[ "$PYTHONPATH" = {ROOT} ]\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr("overland.cluster.submit.PYTHON", (str(tmp_path / "python"),))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = ["quickstart", "--site", "frontier", "--account", "abc123", "--dry-run"]
+    done = overland(*words)
+    assert done.exit_code == 0
+    assert f"run `pip install -e {ROOT}` first" in done.stderr
+    for more in (["--env", "PYTHONPATH"], ["--container", "docker://overland"]):
+        assert "pip install" not in overland(*words, *more).stderr
+
+
 def test_a_stop_file_from_before_is_removed_unless_a_run_has_yet_to_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -560,10 +576,8 @@ def test_a_surplus_link_ends_at_once(site: str, folder: str, tmp_path: Path) -> 
 
 def test_a_job_without_a_scheduler_runs_in_the_background(tmp_path: Path) -> None:
     job = make_job("laptop", place(tmp_path))
-    script = tmp_path / "submit" / "1.sh"
-    write_private(script, render_job(job))
     (tmp_path / "done").write_text("100\n")
-    (pid,) = submit(job, script)
+    (pid,) = submit(job, {tmp_path / "submit" / "1.sh": render_job(job)})
     os.waitpid(int(pid), 0)
     assert "already finished" in (tmp_path / "logs" / "job.log").read_text()
 

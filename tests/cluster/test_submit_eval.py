@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,25 @@ def test_the_place_of_datasets_comes_along(tmp_path: Path, monkeypatch: pytest.M
     assert shown["checkpoint"] == str(tmp_path / "model")
     assert shown["ranks"] == 8
     assert f" eval {tmp_path / 'model'}\n" in shown["script"]
+
+
+def test_weights_stay_if_the_job_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    Path("sbatch").write_text("#!/bin/sh\necho 'invalid account' >&2\nexit 1\n")
+    Path("sbatch").chmod(0o755)
+    Path("site.toml").write_text(SITE.format(ranks_per_node=2))
+    Path("model").mkdir()
+    Path("model.safetensors").write_text("weights")
+    for model in ("model", "model.safetensors"):
+        done = submit(model, "--eval", "--site", "site.toml", "--time", "00:30:00")
+        assert done.exit_code == 2
+        assert "invalid account" in done.stderr
+        assert Path(model).exists()
+    assert Path("model.safetensors").read_text() == "weights"
+    assert not list(tmp_path.glob("*.evaluations/submit/*"))
 
 
 @pytest.mark.long

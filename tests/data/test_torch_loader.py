@@ -17,6 +17,7 @@ from overland.data import build_train_loader
 from overland.data.lanes import IGNORED
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
+from tests.cluster.test_world import recorded
 from tests.data.sources.samples import copied
 
 
@@ -46,6 +47,20 @@ def test_the_call_of_the_playground_works(settings: dict[str, Any], strategy: st
         assert torch.equal(batch["labels"] != IGNORED, batch["attention_mask"] == 1)
         real = batch["attention_mask"] == 1
         assert torch.equal(batch["labels"][real], batch["input_ids"][real])
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("salloc", (0, 1)), ("salloc_interactive", (0, 1)), ("sbatch", (0, 1)), ("srun", (5, 8))],
+)
+def test_slurm_gives_the_place_only_of_a_task_that_srun_started(
+    name: str, place: tuple[int, int], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in recorded(name).items():
+        monkeypatch.setenv(variable, value)
+    loader = build_train_loader(**settings, micro_blocks=4)
+    assert (loader.rank, loader.world_size) == place
     loader.close()
 
 

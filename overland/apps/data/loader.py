@@ -26,6 +26,7 @@ from overland.data.prepare import Dataset, training_data
 from overland.data.sources import open_source
 from overland.errors import ChoiceRequired, DataError
 from overland.words import command
+from overland.world.launchers import srun_step
 
 
 def build_train_loader(
@@ -206,7 +207,10 @@ def _aligned(rows: Rows, mask: bool) -> dict[str, Array]:
 
 
 def _from_environment(name: str, slurm: str, default: int) -> int:
-    return int(os.environ.get(name) or os.environ.get(slurm) or default)
+    """Returns torchrun's variable, or else Slurm's. In a batch script and the shell of `salloc`
+    Slurm's describe what the allocation could run."""
+    there = None if srun_step(os.environ) is None else os.environ.get(slurm)
+    return int(os.environ.get(name) or there or default)
 
 
 def _find_tokenizer(name: str) -> Path:
