@@ -1,5 +1,5 @@
-"""Makes a batch, the input of a training step: turns a rank's rows into named tensors, reads ahead,
-masks rows beyond the last epoch, and preprocesses images as `[images]` says.
+"""Makes a batch, the input of a training step: turns a rank's rows into named tensors on its
+device, reads ahead, and masks rows beyond the last epoch.
 
 Batch t is a function of the plan and t. A rank loads its share of the rows at the last moment, so
 ranks, workers and restarts cannot change what is read; `read_ahead` does so while the previous step
@@ -8,12 +8,11 @@ computes. `apps/data/loader.py` is the loader on its own, for a user's own train
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,18 +20,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from overland.config.schema import Images
 from overland.data.lanes import IGNORED, Rows, Samples, tokens_and_labels, with_borders
-from overland.data.order import mix64
 from overland.data.sampler import Sampler
 from overland.data.shard import ANSWERS, CHOSEN, REJECTED
-from overland.data.sources.image_files import WANTED
 
 Array = npt.NDArray[np.int64]
-EPSILON = 1e-6  # added to the variance, so that a constant image becomes zeros
-ABOUT_ROWS = ("sample_B", "epoch_B", "weight_B")
-"""Not part of the digest of token rows: tokens and labels suffice, and earlier ledgers have only
-those."""
+CPU = torch.device("cpu")
 CLOSE_SECONDS = 10.0  # longest wait, at the end of a run, for a batch that is being read
 T = TypeVar("T")
 
@@ -131,12 +124,12 @@ def load_batch(rows: Sampler, batch: int, part: int = 0, num_parts: int = 1) -> 
     return share.padded_from(count - part * len(share))
 
 
-def batches(rows: Sampler, start: int, part: int = 0, num_parts: int = 1) -> Iterator[Batch]:
+def batches(
+    rows: Sampler, start: int, part: int = 0, num_parts: int = 1, device: torch.device = CPU
+) -> Iterator[Batch]:
     """Yields this rank's share of global batch `start` and of all following batches."""
-    number = start
-    while True:
-        yield load_batch(rows, number, part, num_parts)
-        number += 1
+    for number in itertools.count(start):
+        yield load_batch(rows, number, part, num_parts).to(device)
 
 
 def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
@@ -200,48 +193,3 @@ def answers_apart(rows: Rows) -> Rows:
     begins = rows.begins.copy()
     begins[:, 1:] |= (answers[:, :-1] == CHOSEN) & (answers[:, 1:] == REJECTED)
     return replace(rows, begins=begins)
-
-
-def digests(batch: Batch) -> Tensor:
-    """Returns a digest of each row, over all of its bytes. Each place of each field has its own
-    multiplier, and sums wrap around. A single changed token always changes the digest; any other
-    change goes unnoticed with a probability of about 2⁻⁴⁶."""
-    left_out = ABOUT_ROWS if "tokens_BS" in batch else ()
-    total = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
-    for name, values in sorted(batch.fields.items()):
-        if name not in left_out:
-            words = words_of(values)
-            total += (words * _multipliers(name, words.shape[1], words.device)).sum(dim=1)
-    return total
-
-
-def words_of(values: Tensor) -> Tensor:
-    """Returns the bytes of each row as 64-bit integers, padded with zeros."""
-    rows = values.reshape(len(values), -1)
-    if rows.dtype == torch.int64:
-        return rows
-    rows = rows.contiguous().view(torch.uint8)
-    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8))
-    return rows.view(torch.int64)
-
-
-@lru_cache(maxsize=16)
-def _multipliers(name: str, count: int, device: torch.device) -> Tensor:
-    first = np.uint64(zlib.crc32(name.encode())) << np.uint64(32)
-    numbers = mix64(first + np.arange(count, dtype=np.uint64)) | np.uint64(1)
-    return torch.from_numpy(numbers.view(np.int64)).to(device)
-
-
-def with_pixels(batch: Batch, settings: Images) -> Batch:
-    """Returns the batch with its images preprocessed as `[images]` says. The ledger digests images
-    as they are read, because devices differ in the last bit of a mean."""
-    if not settings.instance_norm or WANTED not in batch:
-        return batch
-    return batch.replace(**{WANTED: instance_norm(batch[WANTED])})
-
-
-def instance_norm(pixels_BCHW: Tensor) -> Tensor:
-    """Normalizes each channel of each image to mean 0 and variance 1, in float32."""
-    wide = pixels_BCHW if pixels_BCHW.dtype == torch.float64 else pixels_BCHW.to(torch.float32)
-    var, mean = torch.var_mean(wide, dim=(-2, -1), correction=0, keepdim=True)
-    return (wide - mean) * (var + EPSILON).rsqrt()

@@ -126,8 +126,9 @@ def conclude(run: Run) -> None:
 def open_data(run: Run) -> Data:
     """Yields this rank's share of every batch from `progress.batch` on, copied to the device ahead
     of time."""
-    shares = batches(run.dataset.rows, run.progress.batch, run.mesh.dp_rank, run.mesh.dp_size)
-    return read_ahead((batch.to(run.device) for batch in shares), run.config.data.read_ahead)
+    mesh, rows = run.mesh, run.dataset.rows
+    shares = batches(rows, run.progress.batch, mesh.dp_rank, mesh.dp_size, run.device)
+    return read_ahead(shares, run.config.data.read_ahead)
 
 
 def wait_for_batch(run: Run, data: Data, meter: Meter, ledger: LedgerWriter) -> Batch:

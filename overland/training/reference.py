@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from overland.data.batch import Batch, digests, make_batch
+from overland.data.batch import Batch, make_batch
 from overland.data.prepare import Dataset
 from overland.data.wanted import sources_of
 from overland.errors import CheckpointError, DataError
@@ -29,6 +29,7 @@ from overland.parallel.comm import all_of, first_problem, from_first_rank
 from overland.parallel.context import share_of_rows
 from overland.parallel.sharding import reshard
 from overland.training.run import Run
+from overland.training.saving import digests
 from overland.world.heartbeat import Phase
 
 FILE = "reference.npz"

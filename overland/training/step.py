@@ -1,5 +1,6 @@
-"""One optimizer step: the summed loss of the global batch, divided by its count, the norm of the
-gradients over all ranks, whether to skip the update, and the update.
+"""One optimizer step: images preprocessed as `[images]` says, the summed loss of the global batch,
+divided by its count, the norm of the gradients over all ranks, whether to skip the update, and the
+update.
 
 The objective defines the loss and what it is averaged over (see objectives/); losses,
 statistics and state inside the model are in inner_state.py.
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from overland.data.batch import Batch, with_pixels
+from overland.config.schema import Images
+from overland.data.batch import Batch
+from overland.data.sources.image_files import WANTED
 from overland.kernels.gradients import sum_of_squares
 from overland.models.draws import draws_of
 from overland.objectives.objective import count_of
@@ -30,6 +33,7 @@ from overland.world.heartbeat import Phase
 
 DRAWS = ("draws_BS", "noise_BS")
 """The batch fields that seed dropout and noise."""
+EPSILON = 1e-6  # added to the variance, so that a constant image becomes zeros
 
 
 @dataclass(frozen=True)
@@ -156,3 +160,18 @@ def with_known(run: Run, batch: Batch) -> Batch:
     """Adds the precomputed reference, if there is one, and prepares images."""
     batch = with_pixels(batch, run.config.images)
     return batch if run.reference is None else run.reference.added_to(batch)
+
+
+def with_pixels(batch: Batch, settings: Images) -> Batch:
+    """Returns the batch with its images preprocessed as `[images]` says. The ledger digests images
+    as they are read, because devices differ in the last bit of a mean."""
+    if not settings.instance_norm or WANTED not in batch:
+        return batch
+    return batch.replace(**{WANTED: instance_norm(batch[WANTED])})
+
+
+def instance_norm(pixels_BCHW: Tensor) -> Tensor:
+    """Normalizes each channel of each image to mean 0 and variance 1, in float32."""
+    wide = pixels_BCHW if pixels_BCHW.dtype == torch.float64 else pixels_BCHW.to(torch.float32)
+    var, mean = torch.var_mean(wide, dim=(-2, -1), correction=0, keepdim=True)
+    return (wide - mean) * (var + EPSILON).rsqrt()

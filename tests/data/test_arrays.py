@@ -20,7 +20,7 @@ from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data import registry
 from overland.data.arrays import Arrays, Unfit
-from overland.data.batch import Batch, digests, load_batch
+from overland.data.batch import Batch, load_batch
 from overland.data.corpora import Preparer
 from overland.data.layout import lay_out
 from overland.data.ledger import Ledger
@@ -30,6 +30,7 @@ from overland.data.shard import open_shard
 from overland.data.sources import open_source
 from overland.data.sources.source import as_source
 from overland.errors import DataError
+from overland.training.saving import digests
 
 ROWS = 8
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from overland.data.batch import digests, load_batch
+from overland.data.batch import load_batch
 from overland.data.corpus import Corpus
 from overland.data.lanes import IGNORED
 from overland.data.pack import Packing
 from overland.data.shard import open_shard, write_shard
 from overland.data.sources import open_source
 from overland.errors import DataError
+from overland.training.saving import digests
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
 
 

@@ -24,7 +24,7 @@ from overland.config.schema import (
     Validation,
 )
 from overland.data.arrays import empty_array, require_fields
-from overland.data.batch import digests, instance_norm, load_batch
+from overland.data.batch import load_batch
 from overland.data.corpora import Preparer
 from overland.data.holdout import check_held_out
 from overland.data.prepare import Dataset, training_data
@@ -32,6 +32,8 @@ from overland.data.registry import MADE
 from overland.data.sources.image_files import ArrayList, is_array_list
 from overland.data.wanted import WantedSource, sources_of
 from overland.errors import DataError
+from overland.training.saving import digests
+from overland.training.step import instance_norm
 
 TAKEN = {"pixel_values": ("float32", (1, 32, 32))}
 

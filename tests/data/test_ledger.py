@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from overland.data.batch import Batch, digests
+from overland.data.batch import Batch
 from overland.data.ledger import Ledger, read_ledger
 from overland.errors import DataError
+from overland.training.saving import digests
 
 FIELDS = ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")
 

@@ -18,7 +18,7 @@ from overland.checkpoint.folder import committed, step_of
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
-from overland.data.batch import digests, load_batch
+from overland.data.batch import load_batch
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
 from overland.data.layout import source_changes
@@ -29,6 +29,7 @@ from overland.data.windows import MixedWindows
 from overland.errors import DataError
 from overland.models.registry import model_config
 from overland.run_folder import CONFIG, RunFolder
+from overland.training.saving import digests
 
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[np.int64]
