@@ -30,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from overland.apps.data.build import build
+from overland.apps.data.standard_library import StandardLibrary
 from overland.apps.data.tokenizer_training import train_tokenizer
 from overland.data.corpus import Corpus
 from overland.data.layout import lay_out
 from overland.data.order import permute
-from overland.data.sources import JsonLines, StandardLibrary
+from overland.data.sources import JsonLines
 from overland.data.tokenizer import Tokenizer
 
 NUM_FILES = 24

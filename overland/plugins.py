@@ -23,7 +23,8 @@ PLUGINS = {
     "mds": "overland.apps.data.mds",  # data of other trainers
     "megatron": "overland.apps.data.megatron",
     "chat_notes": "overland.apps.data.chat_notes",  # how a run reads its conversations
-    "docstrings": "overland.apps.data.docstrings",  # made data, to try things with
+    "standard_library": "overland.apps.data.standard_library",  # data to try things with
+    "docstrings": "overland.apps.data.docstrings",
     "shapes": "overland.apps.data.shapes",
     "built_corpus": "overland.apps.data.built",  # its documents, to describe or evaluate them
     "train_loader": "overland.apps.data.loader",  # for a user's own script

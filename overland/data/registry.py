@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from overland.data.sources import Source, StandardLibrary, as_source
+from overland.data.sources import Source, as_source
 from overland.errors import DataError
 from overland.plugins import plugin
 
@@ -22,8 +22,8 @@ MADE = (RANDOM, SHAPES, HELD_OUT_SHAPES)
 PART = re.compile(r"(stdlib|docstrings):(\d+)/(\d+)")
 
 _sources: dict[str, Callable[[], Any]] = {
-    "stdlib": lambda: StandardLibrary(),
-    "stdlib_heldout": lambda: StandardLibrary(held_out=True),
+    "stdlib": lambda: plugin("standard_library").StandardLibrary(),
+    "stdlib_heldout": lambda: plugin("standard_library").StandardLibrary(held_out=True),
     "docstrings": lambda: plugin("docstrings").Docstrings(),
 }
 
@@ -52,10 +52,8 @@ def registered(name: str) -> Source | None:
     if name in _sources:
         return as_source(_sources[name]())
     if part := PART.fullmatch(name):
-        which, is_code = (int(part[2]), int(part[3])), part[1] == "stdlib"
-        return (
-            StandardLibrary(part=which)
-            if is_code
-            else as_source(plugin("docstrings").Docstrings(which))
-        )
+        which = int(part[2]), int(part[3])
+        if part[1] == "stdlib":
+            return as_source(plugin("standard_library").StandardLibrary(part=which))
+        return as_source(plugin("docstrings").Docstrings(which))
     return None

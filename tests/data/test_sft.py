@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from overland.apps.data.build import build
+from overland.apps.data.standard_library import StandardLibrary
 from overland.checks.hyperparameters import check_objective, check_sft
 from overland.config.load import Loaded, load_config
 from overland.config.schema import JobConfig
@@ -26,7 +27,6 @@ from overland.data.learned_tokens import OTHER_ROLES
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.sft import CHATML, ConversationSource
-from overland.data.sources import StandardLibrary
 from overland.data.tokenizer import Tokenizer
 from overland.data.wanted import sources_of
 from overland.errors import DataError

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from overland.apps.data.standard_library import library_modules, part_of_files
 from overland.data.sources.source import FileSource, Kind
-from overland.data.sources.text import library_modules, part_of_files
 
 # One or two whole sentences: no signatures, and nothing too long for a short sequence.
 ANSWER = re.compile(r"[A-Z].{15,158}\.")

@@ -77,11 +77,11 @@ class MDS(ColumnFiles):
             (value,) = values_at(record, self.steps)
             if isinstance(value, bytes) and len(value) % dtype.itemsize == 0:
                 value = np.frombuffer(value, dtype)
-            document = self.document(value, record.where, partial(self._problem, value))
+            document = self.document(value, record.where, partial(self._expected, value))
             if document is not None:
                 yield document
 
-    def _problem(self, value: object) -> str:
+    def _expected(self, value: object) -> str:
         what = "token ids" if self.kind == "tokens" else "text"
         return f"expected {what} in {self.column!r}, got {str(value)[:60]!r}"
 

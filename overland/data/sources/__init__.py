@@ -13,7 +13,7 @@ from pathlib import Path
 from overland.data.sources.arrow_parquet import Arrow, Parquet
 from overland.data.sources.compression import bare_suffix
 from overland.data.sources.huggingface import choose_split, read_together, saved_files, select_files
-from overland.data.sources.jsonl import JSON_SUFFIXES
+from overland.data.sources.jsonl import JSON_SUFFIXES, JsonLines
 from overland.data.sources.numpy_tokens import NumpyTokens
 from overland.data.sources.source import (
     Document,
@@ -24,15 +24,7 @@ from overland.data.sources.source import (
     as_source,
     walk,
 )
-from overland.data.sources.text import (
-    CSV_SUFFIXES,
-    TEXT_SUFFIXES,
-    CsvRows,
-    JsonLines,
-    StandardLibrary,
-    TextFolder,
-    header,
-)
+from overland.data.sources.text import CSV_SUFFIXES, TEXT_SUFFIXES, CsvRows, TextFolder, header
 from overland.errors import DataError
 from overland.files import read_json
 from overland.plugins import plugin
@@ -43,7 +35,6 @@ __all__ = [
     "JsonLines",
     "Kind",
     "Source",
-    "StandardLibrary",
     "TextFolder",
     "as_source",
     "open_source",

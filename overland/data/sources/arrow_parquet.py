@@ -29,14 +29,8 @@ from overland.data.sources.columns import (
     joined,
     values_at,
 )
-from overland.data.sources.source import (
-    Document,
-    Kind,
-    Located,
-    decode,
-    split_part,
-    token_ids,
-)
+from overland.data.sources.compression import decode
+from overland.data.sources.source import Document, Kind, Located, split_part, token_ids
 from overland.errors import DataError
 from overland.plugins import need
 

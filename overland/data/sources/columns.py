@@ -12,6 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ from overland.words import any_of, nearest_name
 USUAL_NAMES = ("text", "tokens", "input_ids", "content")
 EACH, JOINED = "[]", "[+]"
 WHOLE = "*"  # requested as a column, it makes each whole record a document
+NO_ARRAY = "; expected one object per line, not an array"
 LISTED = 24  # most columns that a message shows
 EXAMPLE_CHARACTERS = 32
 # What conversations, and questions with their answers, are called in public datasets.
@@ -112,6 +114,22 @@ class ColumnFiles(FileSource):
             self.bad(f"{where}: {name} has half of a surrogate pair, so it is not UTF-8 text")
             return None
         return value
+
+    def documents(self, record: object, where: object, text: str = "") -> list[Document]:
+        """Returns the documents of a record, whose file has it as `text`."""
+        problem, values = partial(self._problem, record, text), values_at(record, self.steps)
+        documents = [self.document(value, where, problem) for value in values]
+        found = [document for document in documents if document is not None]
+        return [joined(found)] if self.joins and found else found
+
+    def _problem(self, record: object, text: str) -> str:
+        """Says what is wrong with a record that lacks a document."""
+        hint = NO_ARRAY if isinstance(record, list) else ""
+        if isinstance(record, dict) and self.steps and self.steps[0] not in record:
+            hint = nearest_hint(str(self.steps[0]), record)
+        what = f' with a "{column_name(self.steps)}"' if self.steps else ""
+        what += " of token ids" if self.kind == "tokens" else ""
+        return f"expected an object{what}, got {text.strip()[:60]!r}{hint}"
 
     def _check_same(self, file: object, columns: Mapping[str, Column]) -> None:
         name = column_name(self.steps)

@@ -1,5 +1,5 @@
-"""Reads files as bytes, decompressing gzip, zstd, xz and bz2 within limits of memory, and explains
-why one cannot be read.
+"""Reads files as bytes, decompressing gzip, zstd, xz and bz2 within limits of memory, decodes text,
+and explains why a file cannot be read.
 """
 
 from __future__ import annotations
@@ -84,6 +84,15 @@ def read_whole(path: Path) -> bytes:
             "size; if that is intended, decompress it first"
         )
     return data
+
+
+def decode(data: bytes, where: object, bad: Callable[[str], None]) -> str | None:
+    """Returns the text of a document, or None if it is a bad one, which `bad` is told."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad(f"{where}: expected UTF-8 text, got {error.reason} at byte {error.start:,}")
+        return None
 
 
 def most_unfolded(size: int) -> int:

@@ -1,5 +1,5 @@
-"""JSON lines, one record per line, or an array of records in a .json file: decides how a file, also
-a compressed one, is divided into parts that several processes can read.
+"""JSON lines, one record per line, or an array of records in a .json file: the documents in them,
+and how a file, also a compressed one, is divided into parts that several processes can read.
 
 A part holds the lines that begin in it, so that several processes can share one file and a build
 that is killed keeps the parts it finished. Parts are byte ranges: of the file or, if it is
@@ -20,24 +20,25 @@ import contextlib
 import json
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from overland.data.sources.columns import NO_ARRAY, WHOLE, ColumnFiles, ColumnSample
 from overland.data.sources.compression import (
     READ_BYTES,
     bare_suffix,
+    decode,
     is_compressed,
     measured_times_smaller,
     open_bytes,
     reading,
     times_smaller,
 )
-from overland.data.sources.source import Bad, BadDocument, decode
+from overland.data.sources.source import Bad, BadDocument, Document
 from overland.errors import DataError
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
-NO_ARRAY = "; expected one object per line, not an array"
 PART_BYTES = 4 << 20  # takes one core a second; a shard is made of several
 LONGEST_LINE = 256 << 20  # parsing takes four times as much memory
 MAX_PARTS = 32  # of a compressed file, which is decompressed up to the start of each
@@ -46,6 +47,11 @@ BOM = "\ufeff"
 BLANKS = re.compile(f"[ \\t\\r\\n{BOM}]*")  # joined files may have several byte order marks
 BETWEEN = re.compile(r"\s*[,\]]")  # items of an array
 HEAD_BYTES = 256  # blanks before an array
+# Read to choose the column: this much from all files together, but at least one line of each.
+SAMPLE_RECORDS = 1000
+SAMPLE_BYTES = 4 << 20
+SAMPLE_FILES = 16
+FEW_FILES = 64  # only with fewer compressed files is the expansion of each one measured
 
 
 class LineRange(NamedTuple):
@@ -53,6 +59,83 @@ class LineRange(NamedTuple):
 
     start: int = 0
     stop: int | None = None
+
+
+class LineFiles(ColumnFiles):
+    """Files of which some, or all, are JSON lines; a chunk is a part of one, or any other file."""
+
+    def chunks(self) -> list[str]:
+        lines = {file for file in self.files if bare_suffix(Path(file)) in JSON_SUFFIXES}
+        measures = sum(map(is_compressed, lines)) < FEW_FILES
+        return [
+            chunk
+            for file in self.files
+            for chunk in (parts_of(self.root, file, measures) if file in lines else [file])
+        ]
+
+    def files_of(self, chunk: str) -> list[str]:
+        return [self._part(chunk)[0]]
+
+    def num_bytes(self, chunk: str) -> int | None:
+        _, part = self._part(chunk)
+        if part == LineRange():
+            return None
+        return PART_BYTES if part.stop is None else part.stop - part.start
+
+    def read(self, chunk: str) -> Iterator[Document]:
+        file, part = self._part(chunk)
+        for record, text, where in read_records(self.root / file, part, self.bad):
+            yield from self.documents(record, where, text)
+
+    def _part(self, chunk: str) -> tuple[str, LineRange]:
+        """Returns the file and the part that a chunk names."""
+        found = None if chunk in self.names else RANGE.fullmatch(chunk)
+        if found is None:
+            return chunk, LineRange()
+        return found[1], LineRange(int(found[2]), int(found[3]) if found[3] else None)
+
+
+class JsonLines(LineFiles):
+    """One object per line; one of the object's values holds the documents."""
+
+    format = "jsonl"
+
+    def __init__(
+        self, root: Path, files: list[str], column: str | None = None, skip_bad: bool = False
+    ) -> None:
+        super().__init__(root, files, skip_bad)
+        self._line_bytes, sample = sample_lines(root, files)
+        columns = sample.columns(column)
+        # Without a single good line there is nothing to choose from; reading will report why.
+        if columns or column == WHOLE:
+            self.choose(self.place, column, columns, lambda: sample.examples)
+        elif column is not None:
+            self.column, self.steps = column, (column,)
+
+    def about_documents(self) -> int | None:
+        if not self._line_bytes:
+            return None
+        sizes = ((self.root / file).stat().st_size * times_smaller(file) for file in self.files)
+        return round(sum(sizes) / self._line_bytes)
+
+
+def sample_lines(root: Path, files: Sequence[str]) -> tuple[float, ColumnSample]:
+    """Samples the first records of some files, spread evenly over all of them. Returns the mean
+    length of a line, too."""
+    sample = ColumnSample()
+    chosen = dict.fromkeys(files[len(files) * i // SAMPLE_FILES] for i in range(SAMPLE_FILES))
+    num_lines = all_bytes = 0
+    for file in chosen:
+        num_bytes = 0
+        for number, (line, _) in enumerate(read_part(root / file, LineRange()), start=1):
+            with contextlib.suppress(ValueError, RecursionError):
+                if len(line) <= LONGEST_LINE:
+                    sample.add(json.loads(line))
+            num_bytes, num_lines = num_bytes + len(line), num_lines + 1
+            if number * len(chosen) >= SAMPLE_RECORDS or num_bytes * len(chosen) >= SAMPLE_BYTES:
+                break
+        all_bytes += num_bytes
+    return all_bytes / max(num_lines, 1), sample
 
 
 class Line(NamedTuple):
@@ -119,21 +202,6 @@ def parts_of(root: Path, file: str, measures: bool) -> list[str]:
     if len(starts) == 1:
         return [file]
     return [f"{file}#{start}-{start + step}" for start in starts[:-1]] + [f"{file}#{starts[-1]}-"]
-
-
-def split_lines(chunk: str, files: frozenset[str]) -> tuple[str, LineRange]:
-    """Returns the file and the part that a chunk names."""
-    found = None if chunk in files else RANGE.fullmatch(chunk)
-    if found is None:
-        return chunk, LineRange()
-    return found[1], LineRange(int(found[2]), int(found[3]) if found[3] else None)
-
-
-def bytes_of_part(part: LineRange) -> int | None:
-    """Returns the bytes of a part's text, or None for a whole file."""
-    if not (part.start or part.stop):
-        return None
-    return PART_BYTES if part.stop is None else part.stop - part.start
 
 
 class _KeptReader(NamedTuple):

@@ -297,14 +297,6 @@ def inside_folder(folder: Path, name: object, index: Path) -> Path:
     return folder / path
 
 
-def decode(data: bytes, where: object, bad: Bad) -> str | None:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        bad(f"{where}: expected UTF-8 text, got {error.reason} at byte {error.start:,}")
-        return None
-
-
 def token_ids(values: object, where: object, bad: Bad) -> Tokens | None:
     """Returns a document's token ids, of any integer type and shape, as a flat int64 array."""
     try:
