@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,21 @@ from overland.config.arguments import ngpu
 from overland.config.derived import resolve_degrees
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
-from overland.config.schema import Job, JobConfig
+from overland.config.schema import Data, Job, JobConfig
 from overland.config.validate import validate_again
-from overland.data.corpora import Preparer
+from overland.data.corpora import Opener, Preparer
+from overland.data.corpus import Corpus
+from overland.data.layout import is_corpus
 from overland.data.ledger import read_ledger
-from overland.data.prepare import Dataset, planned_data, training_data
+from overland.data.plan import Plan, kept_plan
+from overland.data.prepare import Dataset, as_planned, kept_policy, training_data
+from overland.data.sampler import AnyCorpus, Sampler
 from overland.data.tokenizer import Tokenizer
+from overland.data.wanted import sources_of
+from overland.data.windows import Reading
+from overland.errors import DataError
 from overland.models.registry import model_config
-from overland.run_folder import CONFIG, PLAN, RunFolder
+from overland.run_folder import CONFIG, PLAN, TOKENIZER, RunFolder
 from overland.words import visible
 
 if TYPE_CHECKING:
@@ -106,6 +114,37 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     if fed and ahead > 0:
         batch = fed[max(fed)].batch + ahead
     return planned_data(loaded, vocab_size, run), batch
+
+
+def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
+    """Opens the training set of a run from its folder: plan, corpora, tokenizer."""
+    kept = kept_plan(run)
+    if not kept:
+        raise DataError(f"{run / PLAN} does not exist: the run has not recorded its data plan")
+    folders, plan = kept.get("corpora", {}), Plan.from_json(kept["plan"])
+    tokenizer = tokenizer_of(run, config.data) if (run / TOKENIZER).is_dir() else None
+    wanted = sources_of(config)
+    corpora: dict[str, AnyCorpus] = {}
+    reader = Opener(config, tokenizer, vocab_size, Preparer(tokenizes=False))
+    for name in plan.sources:
+        folder, source = Path(folders.get(name, "")), wanted.get(name)
+        if name in folders and is_corpus(folder):
+            # A source that is no longer in the config can be read as far as its shards exist.
+            corpora[name] = Corpus(folder) if source is None else reader.streamed(folder, source)
+        elif source is not None:
+            corpora[name] = replace(reader, preparer=Preparer()).open(source)
+    corpora = as_planned(plan, corpora, reader.reopen)
+    reading = Reading(plan.seed, True, plan.window_documents, run / "data")
+    rows = Sampler(plan, corpora, reading)
+    return Dataset(config.training.dataset, rows, tokenizer)
+
+
+def tokenizer_of(run: Path, data: Data) -> Tokenizer:
+    """Opens the tokenizer in a run's folder, with the policy of its documents."""
+    kept = kept_policy(run)
+    add_bos = kept.add_bos if data.add_bos is None else data.add_bos
+    add_eos = kept.add_eos if data.add_eos is None else data.add_eos
+    return Tokenizer(run / TOKENIZER, add_bos=add_bos, add_eos=add_eos is not False)
 
 
 def _of_config(config: JobConfig, preparer: Preparer, devices: int) -> Dataset:

@@ -1,5 +1,10 @@
 """Prepares the training and validation sets of a config (tokenizer, corpora, plan, sampler), and
 resumes with the plan of a checkpoint, also if sources were renamed or removed.
+
+The tokenizer is the model's own, or one that is trained on the text; a built corpus has its own,
+and one that was made with another tokenizer is refused. If the config does not specify whether
+documents begin with BOS and end with EOS, the run that is resumed, an existing corpus, or the
+tokenizer itself decides.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from overland.data.corpora import (
 )
 from overland.data.corpus import Corpus
 from overland.data.holdout import check_held_out, share_of, without_held_out
-from overland.data.layout import SHARD_DOCUMENTS, is_corpus, read_layout, source_changes
+from overland.data.layout import SHARD_DOCUMENTS, CorpusLayout, read_layout, source_changes
 from overland.data.plan import (
     ChangedSource,
     Plan,
@@ -35,24 +40,20 @@ from overland.data.plan import (
     under,
 )
 from overland.data.sampler import AnyCorpus, Sampler, one_kind
-from overland.data.tokenizer import Tokenizer
-from overland.data.tokenizer_choice import (
-    OF_TRAINING,
-    asked_policy,
-    one_tokenizer,
-    tokenizer_for,
-    tokenizer_of,
-)
+from overland.data.sft import tokenizer_for_chats
+from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
 from overland.data.wanted import (
+    WantedSource,
     held_out_sources,
     sources_of,
     validates_on_holdout,
 )
 from overland.data.windows import Reading
 from overland.errors import DataError
+from overland.plugins import plugin
 from overland.processes import allow_open_files
-from overland.run_folder import PLAN, TOKENIZER
 
+OF_TRAINING = "that of the training data"
 Reopen = Callable[[str, str], Corpus | None]
 """Returns the corpus of a source, given its name and the fingerprint that a plan has of it."""
 
@@ -88,7 +89,7 @@ class Dataset:
         wanted, there = plan_under(names, self.plan), under(names, self.rows.corpora)
         check_still_there(plan, there)
         _refuse_same_bytes(plan, there)
-        corpora = _as_planned(plan, there, self.reopen)
+        corpora = as_planned(plan, there, self.reopen)
         sources = {
             name: replace(source, fingerprint=corpora[name].fingerprint)
             for name, source in wanted.sources.items()
@@ -178,29 +179,6 @@ def training_data(
     return Dataset(name, rows, tokenizer, opener.reopen)
 
 
-def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
-    """Opens the training set of a run from its folder: plan, corpora, tokenizer."""
-    kept = kept_plan(run)
-    if not kept:
-        raise DataError(f"{run / PLAN} does not exist: the run has not recorded its data plan")
-    folders, plan = kept.get("corpora", {}), Plan.from_json(kept["plan"])
-    tokenizer = tokenizer_of(run, config.data) if (run / TOKENIZER).is_dir() else None
-    wanted = sources_of(config)
-    corpora: dict[str, AnyCorpus] = {}
-    reader = Opener(config, tokenizer, vocab_size, Preparer(tokenizes=False))
-    for name in plan.sources:
-        folder, source = Path(folders.get(name, "")), wanted.get(name)
-        if name in folders and is_corpus(folder):
-            # A source that is no longer in the config can be read as far as its shards exist.
-            corpora[name] = Corpus(folder) if source is None else reader.streamed(folder, source)
-        elif source is not None:
-            corpora[name] = replace(reader, preparer=Preparer()).open(source)
-    corpora = _as_planned(plan, corpora, reader.reopen)
-    reading = Reading(plan.seed, True, plan.window_documents, run / "data")
-    rows = Sampler(plan, corpora, reading)
-    return Dataset(config.training.dataset, rows, tokenizer)
-
-
 def validation_data(
     config: JobConfig, num_rows: int, vocab_size: int | None, preparer: Preparer
 ) -> list[Dataset]:
@@ -265,6 +243,129 @@ def _held_out_set(
     return Dataset(name, Sampler(plan, {name: corpus}, reading), tokenizer)
 
 
+def tokenizer_for(
+    config: JobConfig,
+    wanted: Mapping[str, WantedSource],
+    vocab_size: int | None,
+    preparer: Preparer,
+) -> Tokenizer | None:
+    """Opens the model's own tokenizer, or one trained on the training text, in `data.folder`."""
+    opened = partial(open_tokenizer, config=config, wanted=wanted, preparer=preparer)
+    if config.model.hf_assets_path is not None:
+        return opened(Path(config.model.hf_assets_path).expanduser())
+    if preparer.tokenizer is not None and preparer.tokenizer.is_dir():
+        return opened(preparer.tokenizer)  # adding a source does not change it
+    train = plugin("tokenizer_training").trained_tokenizer
+    made = partial(train, config, wanted, vocab_size, preparer.report, preparer.trains)
+    path = preparer.once(made)
+    return opened(Path(path)) if path else None
+
+
+def open_tokenizer(
+    path: Path, config: JobConfig, wanted: Mapping[str, WantedSource], preparer: Preparer
+) -> Tokenizer:
+    """Opens a tokenizer with the policy of the config, of the run that is resumed, of a built
+    corpus, or its own, in this order."""
+    if config.sft.shape != "off":
+        return tokenizer_for_chats(config)
+    asked = asked_policy(config)
+    built, folder = preparer.once(partial(_built_policy, wanted))
+    known = {"as this run began": preparer.policy, f"as {folder} was built": built}
+    ends = (one.add_eos for one in (asked, *known.values()) if one.add_eos is not None)
+    tokenizer = Tokenizer(path, add_bos=asked.add_bos, add_eos=next(ends, True))
+    begins = ((why, one.add_bos) for why, one in known.items() if one.add_bos is not None)
+    because, add_bos = next(begins, ("", None))
+    if asked.add_bos is None and add_bos is not None and tokenizer.bos_id is not None:
+        tokenizer = tokenizer.with_bos(add_bos)
+        tokenizer.bos_because = because
+    return tokenizer
+
+
+def one_tokenizer(
+    given: Tokenizer | None,
+    corpora: Mapping[str, AnyCorpus],
+    asked: Policy = UNKNOWN,
+    whose: str = "the model's",
+) -> Tokenizer | None:
+    """Returns the tokenizer that made all corpora; a built corpus has its own. `whose`: what errors
+    call the given one."""
+    made_by = {
+        name: corpus.layout
+        for name, corpus in corpora.items()
+        if isinstance(corpus, Corpus) and corpus.layout.tokenizer is not None
+    }
+    if not made_by:
+        return None
+    first = next(iter(made_by))
+    expected, fingerprint = f"that of {first}", made_by[first].tokenizer
+    if given is not None:
+        expected, fingerprint = whose, given.fingerprint
+    for name, layout in made_by.items():
+        _check_policy(name, layout, asked)
+        if layout.tokenizer != fingerprint:
+            if given is not None and layout.add_eos != given.add_eos:
+                _refuse_other_kind(name, is_chat=layout.made_by is not None)
+            raise DataError(
+                f"{name} was made with another tokenizer than {expected}, or with another BOS and "
+                f"EOS policy ({_words(layout)}): build it again with the same one"
+            )
+    layout = made_by[first]
+    if given is None and layout.tokenizer_path is not None:
+        return Tokenizer(layout.tokenizer_path, add_bos=layout.add_bos, add_eos=layout.add_eos)
+    return given
+
+
+def _refuse_other_kind(name: str, is_chat: bool) -> None:
+    """Raises an error: documents and conversations are tokenized by different rules."""
+    if is_chat:
+        raise DataError(
+            f"{name} is a corpus of conversations: set sft.shape to the one it was built with"
+        )
+    raise DataError(
+        f"{name} is a corpus of documents, which are tokenized by other rules than sft.shape: "
+        "provide its texts as records with a column text (JSON lines, parquet, …), or build it "
+        "from such records with --sft shape=text"
+    )
+
+
+def asked_policy(config: JobConfig) -> Policy:
+    """Returns the policy that the config sets for documents; conversations have none."""
+    data = config.data
+    return Policy(data.add_bos, data.add_eos) if config.sft.shape == "off" else UNKNOWN
+
+
+def kept_policy(run: Path) -> Policy:
+    """Returns the policy of an existing run, as far as it is known."""
+    kept = kept_plan(run)
+    found = (kept.get("add_bos"), kept.get("add_eos"))
+    return Policy(*(one if isinstance(one, bool) else None for one in found))
+
+
+def _built_policy(wanted: Mapping[str, WantedSource]) -> tuple[Policy, str]:
+    """Returns the policy of the first built text corpus among the sources, and its folder."""
+    for one in wanted.values():
+        if folder := one.built:
+            layout = read_layout(folder)
+            if layout.kind == "text":
+                return Policy(layout.add_bos, layout.add_eos), str(folder)
+    return UNKNOWN, ""
+
+
+def _check_policy(name: str, layout: CorpusLayout, asked: Policy) -> None:
+    """Raises an error if the config sets another policy than that of a corpus."""
+    for key, wanted in asked._asdict().items():
+        if wanted is not None and getattr(layout, key) != wanted:
+            raise DataError(
+                f"data.{key} is {str(wanted).lower()}, but the documents of {name} are "
+                f"{_words(layout)}: remove data.{key} to use them as they are, or build it again"
+            )
+
+
+def _words(layout: CorpusLayout) -> str:
+    bos, eos = ("with" if added else "without" for added in (layout.add_bos, layout.add_eos))
+    return f"{bos} BOS and {eos} EOS"
+
+
 def corpora_of(run: Path) -> dict[str, str]:
     """Returns the folders of a run's corpora, by the names of its sources; none before its first
     step."""
@@ -303,7 +404,7 @@ def _contents(corpus: Path) -> list[tuple[int, str]]:
     return [(mark.size, mark.sample) for mark in marks]
 
 
-def _as_planned(
+def as_planned(
     plan: Plan, corpora: Mapping[str, AnyCorpus], reopen: Reopen
 ) -> dict[str, AnyCorpus]:
     """Returns the corpora, each laid out as in the plan."""

@@ -34,8 +34,8 @@ from overland.config.schema import Checkpoint, JobConfig, Optimizer
 from overland.data.corpora import Preparer
 from overland.data.holdout import kept_share
 from overland.data.plan import ChangedSource, Plan, differences, former_names
+from overland.data.prepare import kept_policy
 from overland.data.tokenizer import UNKNOWN
-from overland.data.tokenizer_choice import kept_policy
 from overland.errors import CheckpointError, DataError, MismatchError, ModelError
 from overland.models.registry import lacks_hf_form
 from overland.models.sparse import is_mask, renew_masks

@@ -11,9 +11,9 @@ from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
 from overland.data.layout import lay_out
+from overland.data.prepare import asked_policy, one_tokenizer, open_tokenizer
 from overland.data.sources import open_source
 from overland.data.tokenizer import UNKNOWN, Tokenizer
-from overland.data.tokenizer_choice import asked_policy, one_tokenizer, open_tokenizer
 from overland.data.wanted import sources_of
 from overland.errors import DataError
 from overland.run_folder import RunFolder

@@ -15,8 +15,8 @@ import pytest
 
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
+from overland.data.prepare import tokenizer_for
 from overland.data.tokenizer import Tokenizer
-from overland.data.tokenizer_choice import tokenizer_for
 from overland.data.wanted import sources_of
 from overland.errors import DataError
 from tests.data.tokenizer_folders import CORPUS, KINDS, TEXTS, written_kinds

@@ -41,11 +41,18 @@ from overland.data.corpus import Corpus
 from overland.data.holdout import check_fewer, check_held_out, require_both_sides
 from overland.data.layout import is_corpus
 from overland.data.plan import ChangedSource, Plan, check_same_holdout, check_same_order
-from overland.data.prepare import check_still_there, corpora_of, training_data
+from overland.data.prepare import (
+    OF_TRAINING,
+    asked_policy,
+    check_still_there,
+    corpora_of,
+    one_tokenizer,
+    tokenizer_for,
+    training_data,
+)
 from overland.data.sampler import AnyCorpus, NoDocuments
 from overland.data.sources.image_files import is_array_list
 from overland.data.tokenizer import SMALLEST, Tokenizer
-from overland.data.tokenizer_choice import OF_TRAINING, asked_policy, one_tokenizer, tokenizer_for
 from overland.data.wanted import (
     WantedSource,
     held_out_sources,

@@ -43,7 +43,7 @@ from overland.apps.progress import progress_bar
 from overland.config.schema import DataSource
 from overland.data.corpora import Preparer
 from overland.data.holdout import kept_share
-from overland.data.tokenizer_choice import kept_policy
+from overland.data.prepare import kept_policy
 from overland.errors import DataError, ModelError, OutOfMemoryError
 from overland.parallel.comm import all_of, once_for_all
 from overland.run_folder import TOKENIZER

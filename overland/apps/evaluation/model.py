@@ -33,6 +33,7 @@ from overland.apps.convert.formats.overland import (
     step_of_export,
 )
 from overland.apps.convert.formats.peft import has_adapters
+from overland.apps.dataset import tokenizer_of
 from overland.apps.evaluation.results import base_of
 from overland.checkpoint.folder import committed, step_of
 from overland.checkpoint.lazy import MODEL, Config, Lazy, Origin, counting
@@ -42,7 +43,6 @@ from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import Checkpoint, Data, JobConfig
 from overland.data.tokenizer import Tokenizer
-from overland.data.tokenizer_choice import tokenizer_of
 from overland.data.tokenizer_files import GENERATION, companions_in
 from overland.errors import CheckpointError, DataError, ModelError
 from overland.files import Moved, ignore

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overland.apps.dataset import planned_data
 from overland.checkpoint.folder import committed, step_of
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
@@ -24,7 +25,7 @@ from overland.data.corpus import Corpus
 from overland.data.layout import source_changes
 from overland.data.ledger import Fed, FedSteps, read_ledger
 from overland.data.plan import ChangedSource
-from overland.data.prepare import Dataset, planned_data
+from overland.data.prepare import Dataset
 from overland.data.windows import MixedWindows
 from overland.errors import DataError
 from overland.models.registry import model_config
