@@ -23,7 +23,7 @@ from overland.run_folder import CONFIG, LOGS
 from overland.world.signals import end_at_signal
 
 if TYPE_CHECKING:
-    from overland.cluster.job import JobRequest, RunPlace
+    from overland.cluster.job import BatchJob, JobRequest, RunPlace
     from overland.cluster.site import NamedSite
 
 STOPPED_WORDS = "stopped; finished parts are saved, and the same command resumes"
@@ -245,11 +245,10 @@ def about_tasks(one: Result) -> Iterator[str]:
         yield f"  kept in {one['kept']}"
 
 
-def submit_evaluation(
-    words: list[str], site: NamedSite, wanted: JobRequest, dry_run: bool, as_json: bool
-) -> None:
-    """Checks the options of `overland eval`, writes the script and submits it."""
-    from overland.cli.submit import finish
+def plan_evaluation(
+    words: list[str], site: NamedSite, wanted: JobRequest, dry_run: bool
+) -> tuple[BatchJob, dict[Path, str]]:
+    """Checks the options of `overland eval`; returns the job and its script."""
     from overland.cluster.job import job_name, plan_job
     from overland.cluster.script import render_evaluation
     from overland.cluster.submit import next_files
@@ -264,7 +263,7 @@ def submit_evaluation(
     require_degree(options["tensor_parallel"], options["ranks"] or job.num_ranks)
     script, _ = next_files(place.run)
     words = [str(place.config) if word == str(options["path"]) else word for word in words]
-    finish(job, {script: render_evaluation(job, words)}, dry_run, as_json)
+    return job, {script: render_evaluation(job, words)}
 
 
 def check_words(words: list[str], wanted: JobRequest) -> dict[str, Any]:

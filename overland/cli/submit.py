@@ -105,9 +105,9 @@ def submit(
     chosen = load_site(site)
     wanted = with_packed_python(chosen, wanted)
     if evaluation:
-        from overland.cli.eval import submit_evaluation
+        from overland.cli.eval import plan_evaluation
 
-        submit_evaluation(settings or [], chosen, wanted, dry_run, as_json)
+        finish(*plan_evaluation(settings or [], chosen, wanted, dry_run), dry_run, as_json)
         return
     world_size = wanted.nodes * num_devices_per_node(chosen, wanted)
     loaded = load_for_chain(settings, world_size, wanted, waive_missing=dry_run)

@@ -1,5 +1,5 @@
-"""Saves under one layout, resumes under another, and compares losses and gradient norms with a run
-that never stopped.
+"""Saves under one layout, which trains on meanwhile, resumes under another, and compares losses and
+gradient norms with a run that never stopped.
 
 The same layout must give the same bits; a different one the losses of one process, in float64.
 """
@@ -17,6 +17,7 @@ from overland.apps.proofs.layout import TOLERANCES, Curve, curve, difference, la
 from overland.apps.proofs.layouts import ProofLayout, parse_all
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
+from overland.run_folder import CHECKPOINTS, checkpoint_name
 
 SAVED_AT, STEPS = 3, 6
 TOLERANCE = TOLERANCES["float64"]
@@ -32,10 +33,11 @@ HEAD = """\
 # Checkpoints that resume in any layout
 
 Written by `overland prove resume --table` (`make prove-all`). In each row, a tiny model is \
-trained for 3 steps under the first layout, saved, and resumed for 3 steps under the second, in \
-float64. The numbers are the largest relative differences from one process that never stopped, in \
-the loss and in the gradient norm. If both layouts are the same, every bit is compared with a run \
-of that layout that never stopped. `overland/apps/proofs/layouts.py` explains the names.
+trained for 6 steps under the first layout, and its checkpoint of step 3, written while it goes on \
+with step 4, is resumed for 3 steps under the second, in float64. The numbers are the largest \
+relative differences from one process, in the loss and in the gradient norm. If both layouts are \
+the same, every bit is compared with what the first run computed in steps 4 to 6. \
+`overland/apps/proofs/layouts.py` explains the names.
 
 | saved by | resumed by | loss | gradient norm | verdict |
 |---|---|---|---|---|
@@ -94,38 +96,38 @@ def prove_resumes(
         alone: dict[tuple[str, ...], Curve] = {}
         for before in {before.name: before for before, _ in wanted}.values():
             if before.kinds not in alone:
-                job = _job(None, before.kinds, STEPS, root / "alone", pool.device_type, save=False)
+                job = _job(None, before.kinds, root / "alone", pool.device_type)
                 alone[before.kinds] = pool.run(1, curve, job)[0]
             saved = root / "saved"
-            _run(pool, before, _job(before, before.kinds, SAVED_AT, saved, pool.device_type))
+            unbroken = _run(pool, before, _job(before, before.kinds, saved, pool.device_type))
+            shutil.rmtree(saved / CHECKPOINTS / checkpoint_name(STEPS))
             for after in [after for first, after in wanted if first == before]:
-                yield _resume(pool, before, after, saved, root / "resumed", alone[before.kinds])
+                shutil.copytree(saved, root / "resumed", symlinks=True)
+                job = _job(after, before.kinds, root / "resumed", pool.device_type)
+                yield _compare(pool, before, after, job, unbroken, alone[before.kinds])
+                shutil.rmtree(root / "resumed")
             shutil.rmtree(saved)
 
 
-def _resume(
-    pool: RankPool, before: ProofLayout, after: ProofLayout, saved: Path, folder: Path, alone: Curve
+def _compare(
+    pool: RankPool,
+    before: ProofLayout,
+    after: ProofLayout,
+    job: JobConfig,
+    unbroken: list[Curve],
+    alone: Curve,
 ) -> Resumed:
-    shutil.copytree(saved, folder, symlinks=True)
     try:
-        curves = _run(pool, after, _job(after, before.kinds, STEPS, folder, pool.device_type))
-        same_bits = None
-        if before == after:
-            unbroken = _run(
-                pool, after, _job(after, after.kinds, STEPS, folder, pool.device_type, save=False)
-            )
-            same_bits = curves == [whole[SAVED_AT:] for whole in unbroken]
+        curves = _run(pool, after, job)
     except AssertionError as error:
         return Resumed(before.name, after.name, 1.0, 1.0, error=last_line(error))
-    finally:
-        shutil.rmtree(folder)
     rest = alone[SAVED_AT:]
     return Resumed(
         before.name,
         after.name,
         max(difference(got, rest, 0) for got in curves),
         max(difference(got, rest, 1) for got in curves),
-        same_bits,
+        curves == [whole[SAVED_AT:] for whole in unbroken] if before == after else None,
     )
 
 
@@ -134,13 +136,8 @@ def _run(pool: RankPool, layout: ProofLayout, job: JobConfig) -> list[Curve]:
 
 
 def _job(
-    layout: ProofLayout | None,
-    kinds: tuple[str, ...],
-    steps: int,
-    folder: Path,
-    device: str,
-    save: bool = True,
+    layout: ProofLayout | None, kinds: tuple[str, ...], folder: Path, device: str
 ) -> JobConfig:
     exact = {"debug": {"deterministic": device == "cuda"}}
-    config = proof_job(layout, kinds, "float64", steps, folder, exact, device)
-    return config.having({"checkpoint.enable": save, "lr_scheduler.total_steps": STEPS})
+    config = proof_job(layout, kinds, "float64", STEPS, folder, exact, device)
+    return config.having({"checkpoint.enable": True, "checkpoint.interval": SAVED_AT})
