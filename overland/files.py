@@ -229,6 +229,22 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError(TOO_DEEP) from None
 
 
+def read_object(
+    path: Path, error: type[Exception], most: int = LARGEST_JSON, text: bytes | None = None
+) -> dict[str, Any]:
+    """Returns the object in a JSON file, or raises this error, which says why there is none. `text`
+    is what the file holds, if that is known."""
+    try:
+        value = read_json(path, most) if text is None else parse_json(text)
+    except OSError as why:
+        raise error(f"{path} cannot be read: {why.strerror}") from None
+    except ValueError as why:
+        raise error(f"{path} is not valid JSON: {why}") from None
+    if not isinstance(value, dict):
+        raise error(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
 CHECKSUMS = "checksums.json"  # next to weights that we exported
 
 

@@ -37,10 +37,10 @@ from overland.data.tokenizer_files import (
     Beside,
     find_file,
     is_ranks,
-    read_json,
     read_tokenizer_file,
 )
 from overland.errors import DataError
+from overland.files import read_object
 from overland.world.records import record
 
 RULES = 1  # part of every fingerprint; increased when the same files give different ids
@@ -219,7 +219,8 @@ class Tokenizer:
         if self.new_tokens and not isinstance(self._encoder, HuggingFace):
             found[ADDED] = _as_json(self._beside.added)
         if self.chat_templates != self._beside.chat_templates:
-            config = read_json(found[CONFIG], CONFIG) if CONFIG in found else {}
+            text = found.get(CONFIG, b"{}")
+            config = read_object(self.path.with_name(CONFIG), DataError, text=text)
             template = self.chat_templates[DEFAULT]
             found[CONFIG] = _as_json({**config, "chat_template": template})
             found[TEMPLATE] = template.encode()

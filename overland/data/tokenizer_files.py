@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.errors import CheckpointError, DataError
-from overland.files import DEEPEST, leads_out, parse_json
+from overland.files import DEEPEST, leads_out, read_object
 
 # Meta puts its own format in a subfolder of the one with Hugging Face's.
 PLACES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
@@ -116,8 +116,8 @@ class Beside:
             if file.is_file():
                 by_name.setdefault(file.name, file)
         config, names, added = (
-            read_json(read_tokenizer_file(by_name[name]), by_name[name]) if name in by_name else {}
-            for name in (CONFIG, NAMES, ADDED)
+            read_object(path, DataError, text=read_tokenizer_file(path)) if path else {}
+            for path in map(by_name.get, (CONFIG, NAMES, ADDED))
         )
         adds_bos = config.get("add_bos_token")
         return cls(
@@ -198,17 +198,6 @@ def _added(config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
 def _content(token: Any) -> Any:
     """Returns the text of a token, which is given as a string or as an object with `content`."""
     return token.get("content") if isinstance(token, dict) else token
-
-
-def read_json(data: bytes, path: Path | str) -> dict[str, Any]:
-    """Parses a file that contains a JSON object."""
-    try:
-        value = parse_json(data)
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path} is not a JSON object: download it again")
-    return value
 
 
 def companions_in(folder: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from overland.errors import ModelError
-from overland.files import LARGEST_CONFIG, read_json
+from overland.files import LARGEST_CONFIG, read_object
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 RMSNORM, LAYERNORM = "rmsnorm", "layernorm"
@@ -177,15 +177,7 @@ def contents_of(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any],
         return dict(source), "config.json"
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        contents = read_json(path, LARGEST_CONFIG)
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(contents, dict):
-        raise ModelError(f"{path} holds a {type(contents).__name__}, expected an object")
-    return contents, str(path)
+    return read_object(path, ModelError, LARGEST_CONFIG), str(path)
 
 
 def keys_of(model_type: str) -> set[str]:

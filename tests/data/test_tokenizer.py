@@ -237,10 +237,10 @@ def test_tokenizer_json_wins_and_original_is_found(
         ),
         ({"tokenizer.json": b"[]"}, "tokenizer.json is not a tokenizer"),
         ({"tokenizer.json": b"\xff"}, "tokenizer.json is not a tokenizer"),
-        ({"tokenizer.json": b"{}", "tokenizer_config.json": b"{"}, "config.json is not JSON"),
+        ({"tokenizer.json": b"{}", "tokenizer_config.json": b"{"}, "config.json is not valid JSON"),
         (
             {"tokenizer.json": b"{}", "tokenizer_config.json": b"[]"},
-            "config.json is not a JSON object",
+            "config.json holds a list, expected an object",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from overland.config.schema import JobConfig, Lora
 from overland.config.source import KeyPath
 from overland.config.validate import EXPRESSIONS, expressions_in, wrong_expression
 from overland.errors import CheckpointError
-from overland.files import LARGEST_CONFIG, read_json
+from overland.files import LARGEST_CONFIG, read_object
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -50,16 +50,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Returns the contents of a folder's adapter_config.json."""
-    path = folder / ADAPTER_CONFIG
-    try:
-        contents = read_json(path, LARGEST_CONFIG)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(contents, dict):
-        raise CheckpointError(f"{path} holds a {type(contents).__name__}, expected an object")
-    return contents
+    return read_object(folder / ADAPTER_CONFIG, CheckpointError, LARGEST_CONFIG)
 
 
 def settings_of(contents: Mapping[str, Any], where: Path | str) -> Lora:

@@ -23,7 +23,6 @@ from overland.apps.convert.formats.lazy import (
     given_config,
     given_dtype,
     is_computed,
-    read_json_object,
 )
 from overland.apps.convert.formats.merge import densify, join, merge
 from overland.apps.convert.formats.overland import (
@@ -45,7 +44,7 @@ from overland.config.schema import Checkpoint, Data, JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import GENERATION, companions_in
 from overland.errors import CheckpointError, DataError, ModelError
-from overland.files import Moved, ignore
+from overland.files import Moved, ignore, read_object
 from overland.models.build import build_undivided
 from overland.models.config import DecoderConfig
 from overland.models.flops import sample_fields
@@ -366,7 +365,7 @@ def _end_ids(source: LazyCheckpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the tokens that end a text: from generation_config.json or else config.json, as in
     transformers, or else from the tokenizer."""
     files = [file for file in source.companions if file.name == GENERATION]
-    for contents in (*map(read_json_object, files), source.config or {}):
+    for contents in (*(read_object(path, CheckpointError) for path in files), source.config or {}):
         value = contents.get("eos_token_id")
         some = value if isinstance(value, list) else [value]
         if ids := tuple(one for one in some if isinstance(one, int)):

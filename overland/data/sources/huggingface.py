@@ -15,7 +15,7 @@ from typing import Any
 from overland.data.sources.columns import nearest_hint
 from overland.data.sources.source import SHOWN, inside_folder
 from overland.errors import ChoiceRequired, DataError
-from overland.files import LARGEST_CONFIG, parse_yaml, read_json
+from overland.files import LARGEST_CONFIG, parse_yaml, read_object
 from overland.words import first_few
 
 MOST_STARS = 4  # in a README's pattern
@@ -88,11 +88,11 @@ def saved_files(
     if subset is not None:
         raise DataError(f"{folder} has no subset {subset!r}: it was saved from a single dataset")
     if is_dict:
-        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        splits = read_object(folder / "dataset_dict.json", DataError).get("splits", [])
         chosen = choose_split(split, splits, folder, held_out)
         folder = inside_folder(folder, chosen, folder / "dataset_dict.json")
     state_path = folder / "state.json"
-    state = _json(state_path)
+    state = read_object(state_path, DataError)
     if not is_dict and split is not None:
         choose_split(split, [state["_split"]] if state.get("_split") else [], folder)
     if state.get("_indices_files") or state.get("_indices_data_files"):
@@ -242,13 +242,3 @@ def _glob(pattern: str) -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         raise DataError(f"the pattern {pattern!r:.200} is not valid: {error}") from None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path} cannot be read: expected a JSON object")
-    return value

@@ -20,7 +20,6 @@ from overland.apps.convert.formats.lazy import (
     copy_files,
     digest,
     is_computed,
-    read_json_object,
     split_by_size,
     write_json,
 )
@@ -34,6 +33,7 @@ from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import GENERATION, companions_in, is_ranks
 from overland.errors import CheckpointError, DataError, ModelError
+from overland.files import read_object
 from overland.models.config import EMBEDDING, HEAD
 from overland.models.hf_config import RMSNORM
 from overland.models.registry import read_hf_config
@@ -213,7 +213,7 @@ def _write_tokenizer_config(
     """Adds the class and the special tokens as text, which AutoTokenizer needs; keeps existing
     values."""
     path = folder / TOKENIZER
-    given = read_json_object(path) if path.is_file() else {}
+    given = read_object(path, CheckpointError) if path.is_file() else {}
     names = {i: name for name, i in tokenizer.specials.items()}
     made: dict[str, Any] = {"tokenizer_class": _class_of(tokenizer.path)}
     for key in ("bos_token", "eos_token", "pad_token"):
@@ -235,7 +235,7 @@ def _class_of(path: Path) -> str:
 def _write_generation(folder: Path, ids: dict[str, Any]) -> None:
     """Adds the special token ids; temperatures and the like stay as they came with the model."""
     path = folder / GENERATION
-    given = read_json_object(path) if path.is_file() else {"_from_model_config": True}
+    given = read_object(path, CheckpointError) if path.is_file() else {"_from_model_config": True}
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     found = {name: ids[name] for name in names if ids.get(name) is not None}
     ends = [*_ids(given.get("eos_token_id")), *_ids(found.get("eos_token_id"))]

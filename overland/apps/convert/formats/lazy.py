@@ -33,7 +33,7 @@ from overland.checkpoint.lazy import (
 )
 from overland.data.tokenizer_files import refuse_link_out
 from overland.errors import CheckpointError
-from overland.files import new_file, read_json, sync
+from overland.files import new_file, read_object, sync
 from overland.words import did_you_mean
 
 # The maximum in torch.
@@ -217,22 +217,12 @@ def is_computed(name: str) -> bool:
     return name.endswith(COMPUTED)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        contents = read_json(path)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(contents, dict):
-        raise CheckpointError(f"{path} holds a {type(contents).__name__}, expected an object")
-    return contents
-
-
 def config_near(*folders: Path) -> Config:
     """Returns the config.json of the first folder that has one."""
     for folder in folders:
         if (folder / "config.json").is_file():
             refuse_link_out(folder / "config.json")
-            return read_json_object(folder / "config.json")
+            return read_object(folder / "config.json", CheckpointError)
     return None
 
 
@@ -243,7 +233,7 @@ def given_config(path: Path | None) -> Config:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"--config {path}: {file} does not exist")
-    return read_json_object(file)
+    return read_object(file, CheckpointError)
 
 
 def given_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -22,7 +22,6 @@ from overland.apps.convert.formats.lazy import (
     Tiled,
     copy_files,
     is_computed,
-    read_json_object,
     write_json,
 )
 from overland.apps.convert.formats.torch_save import read_torch_file, tensors_in, write_torch_file
@@ -37,7 +36,7 @@ from overland.checkpoint.lazy import (
 )
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
-from overland.files import new_file
+from overland.files import new_file, read_object
 
 PARAMS = "params.json"
 
@@ -69,7 +68,7 @@ def detect_meta(path: Path) -> bool:
 
 
 def open_meta(path: Path, config: Config = None) -> LazyCheckpoint:
-    params = read_json_object(path / PARAMS)
+    params = read_object(path / PARAMS, CheckpointError)
     shards = [
         tensors_in(read_torch_file(file), file) for file in sorted(path.glob("consolidated.*.pth"))
     ]

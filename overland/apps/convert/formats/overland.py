@@ -17,7 +17,7 @@ from torch import Tensor
 
 import overland
 from overland.apps.convert.formats.hf import open_hf
-from overland.apps.convert.formats.lazy import Options, held, read_json_object
+from overland.apps.convert.formats.lazy import Options, held
 from overland.apps.dialects.peft import KEYS
 from overland.checkpoint.folder import committed, latest_checkpoint, step_of
 from overland.checkpoint.lazy import (
@@ -38,7 +38,7 @@ from overland.config.derived import GroupRates, group_rates
 from overland.config.schema import Lora, Optimizer
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
-from overland.files import parse_toml
+from overland.files import parse_toml, read_object
 from overland.models.lora_targets import is_adapter
 from overland.run_folder import (
     ADAPTERS,
@@ -77,7 +77,7 @@ def open_overland(path: Path, config: Config = None) -> LazyCheckpoint:
         if (folder / CONFIG).is_file():
             source.companions += companions_in(folder / TOKENIZER)
             if source.config is None and not source.own_model and (folder / MODEL_CONFIG).is_file():
-                source.config = read_json_object(folder / MODEL_CONFIG)
+                source.config = read_object(folder / MODEL_CONFIG, CheckpointError)
             break
     return source
 
