@@ -16,6 +16,7 @@ from overland.words import any_of, first_few, visible
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from overland.data.lanes import Samples
     from overland.data.prepare import Dataset
 
 MARKS = ("⟦", "⟧")
@@ -59,16 +60,16 @@ def preview(
 def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict[str, Any]]:
     import numpy as np
 
-    from overland.data.lanes import IGNORED, tokens_and_labels, with_borders
+    from overland.data.lanes import IGNORED, Samples, tokens_and_labels, with_borders
     from overland.data.shard import WEIGHTS
 
     segment = dataset.plan.segment(batch)
     size, names = segment.global_batch_size, list(dataset.plan.sources)
     for row in range(first, min(first + count, size)):
-        if dataset.rows.arrays is not None:
-            yield sample_page(dataset, batch, row, size)
-            continue
         rows = dataset.rows.read(batch, row, size)
+        if isinstance(rows, Samples):
+            yield sample_page(dataset, rows, row, size)
+            continue
         fields = with_borders(rows)
         labels = fields.labels if segment.document_mask else tokens_and_labels(rows)[1]
         if row >= dataset.rows.num_rows(batch):
@@ -113,11 +114,10 @@ def special(dataset: Dataset, tokens: list[int]) -> list[bool]:
     return [token in names for token in tokens]
 
 
-def sample_page(dataset: Dataset, batch: int, row: int, size: int) -> dict[str, Any]:
+def sample_page(dataset: Dataset, samples: Samples, row: int, size: int) -> dict[str, Any]:
     """Returns a page for a sample of arrays, each described in a few words."""
     from overland.apps.data.summary import describe_array
 
-    samples = dataset.rows.read_samples(batch, row, size)
     source, number = divmod(int(samples.sample[0]), 1 << 56)
     return {
         "row": row,

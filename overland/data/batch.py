@@ -113,10 +113,7 @@ class Batch:
 def load_batch(rows: Sampler, batch: int, part: int = 0, num_parts: int = 1) -> Batch:
     """Loads a rank's share of a global batch. Rows beyond the last epoch are masked."""
     segment = rows.plan.segment(batch)
-    if rows.arrays is not None:
-        share = make_batch(rows.read_samples(batch, part, num_parts))
-    else:
-        share = make_batch(rows.read(batch, part, num_parts), segment.document_mask)
+    share = make_batch(rows.read(batch, part, num_parts), segment.document_mask)
     count = rows.num_rows(batch)
     if count == segment.global_batch_size:
         return share

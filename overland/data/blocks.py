@@ -118,24 +118,17 @@ class BlockStream(Lane):
         parts = [windows.key, shape.seq_len, shape.packing, shape.last_block, reading.seed]
         parts += [shape.alike] if shape.alike else []
         self.key = digest_of([*parts, first, rest.key if rest else None])
-        self._opened = lru_cache(OPEN_WINDOWS)(self._open)
+        self.open = lru_cache(OPEN_WINDOWS)(self._open)
         self._lead = 1 if rest else 0
         self._counts = reading.counts(f"blocks-{self.key}", windows.per_epoch + self._lead)
 
-    def read(self, numbers: Array, rows: Array, into: Rows) -> None:
+    def read(self, numbers: Array, rows: Array, into: Rows | Samples) -> None:
         for window, mine, places in self._find(numbers):
             pieces = window.pieces(places)
-            _copy(window.documents, pieces, rows[mine], into, self.shape.pad_id)
-
-    def read_samples(self, numbers: Array, rows: Array, into: Samples) -> None:
-        for window, mine, places in self._find(numbers):
-            documents, which, here = window.documents, window.pieces(places).document, rows[mine]
-            into.sample[here], into.epoch[here] = documents.numbers(which)
-            columns = (here, documents.file[which], documents.start[which])
-            for row, file, start in zip(*(column.tolist() for column in columns), strict=True):
-                record = documents.files[file].document(start)
-                for name, values in into.declared.decode(record).items():
-                    into.arrays[name][row] = values
+            if isinstance(into, Rows):
+                _copy(window.documents, pieces, rows[mine], into, self.shape.pad_id)
+            else:
+                _copy_samples(window.documents, pieces.document, rows[mine], into)
 
     def lengths(self, numbers: Array) -> Array:
         found = np.zeros(len(numbers), np.int64)
@@ -203,9 +196,6 @@ class BlockStream(Lane):
         if place or first < self.first:
             return Rest(self, window, place), first + 1
         return None, first
-
-    def open(self, window: int) -> Window:
-        return self._opened(window)
 
     def _open(self, window: int) -> Window:
         shape = self.shape
@@ -294,6 +284,15 @@ def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Rows, pad_id:
         have = [name in shard.channels for shard in documents.files]
         there = (span for span in zip(*spans, strict=True) if have[span[0]])
         _fill(channel, name, there, documents.files, padded, 0)
+
+
+def _copy_samples(documents: Documents, which: Array, rows: Array, into: Samples) -> None:
+    into.sample[rows], into.epoch[rows] = documents.numbers(which)
+    columns = (rows, documents.file[which], documents.start[which])
+    for row, file, start in zip(*(column.tolist() for column in columns), strict=True):
+        record = documents.files[file].document(start)
+        for name, values in into.declared.decode(record).items():
+            into.arrays[name][row] = values
 
 
 def _fill(

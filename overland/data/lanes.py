@@ -145,12 +145,8 @@ class Lane:
     epoch_size: int | None = None
     """The number of blocks in an epoch, if that is the same for all and known in advance."""
 
-    def read(self, numbers: Array, rows: Array, into: Rows) -> None:
-        """Fills `rows` of `into` with blocks."""
-        raise NotImplementedError
-
-    def read_samples(self, numbers: Array, rows: Array, into: Samples) -> None:
-        """Fills `rows` of `into` with samples."""
+    def read(self, numbers: Array, rows: Array, into: Rows | Samples) -> None:
+        """Fills `rows` of `into` with blocks or samples."""
         raise NotImplementedError
 
     def lengths(self, numbers: Array) -> Array:
@@ -186,7 +182,6 @@ class Gone(Lane):
     def read(self, *_: Any) -> Any:
         raise DataError(f"the data source {self.name} is no longer in the config: add it again")
 
-    read_samples: Any = read
     lengths: Any = read
     origins: Any = read
 
@@ -234,7 +229,8 @@ class RandomBlocks(MadeRows, Lane):
     def in_segment(self, segment: Segment) -> Lane:
         return replace(self, seq_len=segment.seq_len)
 
-    def read(self, numbers: Array, rows: Array, into: Rows) -> None:
+    def read(self, numbers: Array, rows: Array, into: Rows | Samples) -> None:
+        assert isinstance(into, Rows)
         for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
             draw, size = np.random.default_rng((self.seed, number)), self.seq_len + 1
             into.tokens[row] = draw.integers(self.vocab_size, size=size)
@@ -320,7 +316,8 @@ class ImageStream(Lane):
     reading: Reading
     max_epochs: int | None = None
 
-    def read_samples(self, numbers: Array, rows: Array, into: Samples) -> None:
+    def read(self, numbers: Array, rows: Array, into: Rows | Samples) -> None:
+        assert isinstance(into, Samples)
         which, into.epoch[rows] = self.places(numbers)
         into.sample[rows] = (self.source << 56) + which
         (values,) = into.arrays.values()

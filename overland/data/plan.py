@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +27,7 @@ FORMAT = 1
 REST_RULES = 2  # part of every plan; increased when blocks left unread are cut again in another way
 # How this format writes them: fingerprints of plans are made of it.
 STORED: dict[MixedBy, str] = {"sequences": "tokens", "documents": "rows"}
+LATER = ("holdout", "epochs", "group_by_length")
 LENGTH_STEP = 64  # rows cut to the longest of them have a multiple of this many tokens
 T = TypeVar("T")
 
@@ -93,7 +94,7 @@ class Plan:
             "format": FORMAT,
             **asdict(self),
             "mixture": STORED[self.mixture],
-            "sources": {name: _source_to_json(one) for name, one in self.sources.items()},
+            "sources": {name: _to_json(one) for name, one in self.sources.items()},
             "segments": [_to_json(one) for one in self.segments],
         }
 
@@ -225,19 +226,8 @@ def plan_under(names: Mapping[str, str], plan: Plan) -> Plan:
     return replace(plan, sources=under(names, plan.sources), segments=segments)
 
 
-def _source_to_json(source: PlannedSource) -> dict[str, Any]:
+def _to_json(one: Segment | PlannedSource) -> dict[str, Any]:
     """Leaves out what earlier plans did not have, so that their fingerprints stay the same."""
-    values = asdict(source)
-    if not source.holdout:
-        del values["holdout"]
-    return values
-
-
-def _to_json(segment: Segment) -> dict[str, Any]:
-    """Leaves out what earlier plans did not have, so that their fingerprints stay the same."""
-    values = asdict(segment)
-    if segment.epochs is None:
-        del values["epochs"]
-    if not segment.group_by_length:
-        del values["group_by_length"]
-    return values
+    usual = {field.name: field.default for field in fields(one)}
+    values = asdict(one).items()
+    return {name: value for name, value in values if name not in LATER or value != usual[name]}

@@ -84,25 +84,18 @@ class Sampler:
         }
         self._lanes: list[Lanes] = []
 
-    def read(self, batch: int, part: int = 0, num_parts: int = 1) -> Rows:
-        """Reads a share of a batch's rows of tokens."""
-        assert self.arrays is None
+    def read(self, batch: int, part: int = 0, num_parts: int = 1) -> Rows | Samples:
+        """Reads a share of a batch's rows, of tokens or of arrays."""
         self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
-        rows = Rows.empty(len(whose), self._width(lanes.segment, batch), lanes.channels)
+        into: Rows | Samples
+        if self.arrays is None:
+            into = Rows.empty(len(whose), self._width(lanes.segment, batch), lanes.channels)
+        else:
+            into = Samples.empty(len(whose), self.arrays)
         for number, mine in groups(whose):
-            lanes.lanes[number].read(places[mine], mine, rows)
-        return rows
-
-    def read_samples(self, batch: int, part: int = 0, num_parts: int = 1) -> Samples:
-        """Reads a share of a batch's rows of arrays."""
-        assert self.arrays is not None
-        self._check_end(batch)
-        lanes, whose, places = self._turns(batch, part, num_parts)
-        samples = Samples.empty(len(whose), self.arrays)
-        for number, mine in groups(whose):
-            lanes.lanes[number].read_samples(places[mine], mine, samples)
-        return samples
+            lanes.lanes[number].read(places[mine], mine, into)
+        return into
 
     def num_batches(self, epochs: float = 1.0, drop: bool = False) -> int:
         """Counts the batches in this many epochs of the only source. The last one may be

@@ -120,7 +120,7 @@ class SourceWindows:
         parts = [FORMAT, name, corpus.fingerprint, reading.seed, reading.shuffle, self.per_epoch]
         self.key = digest_of([*parts, holdout, reading.held_out] if holdout else parts)
         """Digest of everything that determines the content of a window."""
-        self._opened = lru_cache(OPEN_WINDOWS)(self._open)
+        self.open = lru_cache(OPEN_WINDOWS)(self._open)
         self._sums_of = lru_cache(OPEN_WINDOWS)(lambda window: np.cumsum(self.open(window).length))
         # Documents and tokens per shard, as far as they are known: all for a built corpus, and all
         # after one epoch of any other.
@@ -128,9 +128,6 @@ class SourceWindows:
         self._counts = [
             reading.counts(f"{what}-{self.key}", self.per_epoch) for what in ("documents", "tokens")
         ]
-
-    def open(self, window: int) -> Documents:
-        return self._opened(window)
 
     def take(self, first: int, last: int) -> list[Documents]:
         """Returns documents [first, last) of the stream, in parts."""

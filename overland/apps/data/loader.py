@@ -177,6 +177,7 @@ class TrainLoader:
         form = _shifted if self.shifted else _aligned
         while True:
             rows = self.dataset.rows.read(step, self.rank, self.world_size)
+            assert isinstance(rows, Rows)
             fields = form(rows, self.dataset.plan.segment(step).document_mask)
             yield {name: torch.from_numpy(np.array(field)) for name, field in fields.items()}
             step += 1
