@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from overland.apps.ledger import read_ledger
 from overland.arguments import integer, path_of
 from overland.checks import devices_for
 from overland.checks.model import check_custom_import, with_new_tokens
@@ -21,7 +22,6 @@ from overland.config.validate import validate_again
 from overland.data.corpora import Opener, Preparer
 from overland.data.corpus import Corpus
 from overland.data.layout import is_corpus
-from overland.data.ledger import read_ledger
 from overland.data.plan import Plan, kept_plan
 from overland.data.prepare import Dataset, as_planned, kept_policy, training_data
 from overland.data.sampler import AnyCorpus, Sampler

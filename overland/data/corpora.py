@@ -20,7 +20,7 @@ from overland.config.schema import Data as Settings
 from overland.config.schema import JobConfig
 from overland.data.arrays import require_fields
 from overland.data.corpus import Corpus
-from overland.data.lanes import ListedImages, MadeRows, RandomBlocks, RandomImages
+from overland.data.lanes import ListedImages, MadeRows, RandomBlocks
 from overland.data.layout import (
     SHARD_DOCUMENTS,
     CorpusLayout,
@@ -139,7 +139,7 @@ class Opener:
     def _made(self, wanted: WantedSource) -> MadeRows:
         """Returns random tokens, or generated images for a model that takes images."""
         images = wanted.made_images()
-        if isinstance(images, RandomImages) and wanted.missing is not None:
+        if images is not None and wanted.missing is not None:
             used = "validated" if wanted.is_for_validation else "trained"
             shape = " × ".join(map(str, images.shape))
             self.preparer.report(

@@ -2,10 +2,10 @@
 endless sequences of numbered rows that a sampler reads, here of images and random tokens.
 
 Documents that are packed into blocks are in blocks.py. Here are the random tokens of proofs and
-benchmarks, and images, which are read one by one from their files, or generated from noise, without
-shards. Image i of a stream is a function of the set, the seed and i alone: its epoch is i // n, and
-a keyed permutation for that epoch determines which of the n images it is. The order therefore does
-not depend on the number of ranks or on restarts.
+benchmarks, and images, which are read one by one from their files, or generated, without shards.
+Image i of a stream is a function of the set, the seed and i alone: its epoch is i // n, and a keyed
+permutation for that epoch determines which of the n images it is. The order therefore does not
+depend on the number of ranks or on restarts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from overland.data.arrays import Arrays
 from overland.data.order import permute
 from overland.data.plan import Segment
 from overland.data.shard import WEIGHTS
-from overland.data.sources.file_marks import digest_of
-from overland.data.sources.image_files import WANTED, ArrayList
+from overland.data.sources.image_files import ArrayList
 from overland.data.windows import Exhausted, Reading
 from overland.errors import DataError
 
@@ -251,6 +250,8 @@ class ImageSet(MadeRows):
     """Images, numbered from 0."""
 
     arrays: Arrays
+    shape: tuple[int, int, int]
+    """Of those that are generated, before they are padded."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -276,33 +277,6 @@ class ListedImages(ImageSet):
 
     def fill(self, number: int, into: npt.NDArray[Any]) -> None:
         self.source.fill(number, into)
-
-
-class RandomImages(ImageSet):
-    """Normally distributed noise, for trial runs; image i is always the same."""
-
-    def __init__(
-        self, name: str, count: int, shape: tuple[int, int, int], pad: list[int] | None, seed: int
-    ) -> None:
-        channels, height, width = shape
-        whole = (channels, *(pad or (height, width)))
-        self.arrays = Arrays.declared(name, {WANTED: ("float32", whole)})
-        self.count, self.shape = count, shape
-        self.fingerprint = f"random-images-{digest_of([name, count, shape, whole])}"
-        self._key = (seed, int(digest_of(name), 16))
-        top, left = (whole[1] - height) // 2, (whole[2] - width) // 2
-        self._place = (slice(None), slice(top, top + height), slice(left, left + width))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def fill(self, number: int, into: npt.NDArray[Any]) -> None:
-        draw = np.random.Generator(np.random.SFC64((*self._key, number)))
-        if self.shape == into.shape and into.flags.c_contiguous:
-            draw.standard_normal(out=into, dtype=np.float32)
-        else:
-            into[...] = 0
-            into[self._place] = draw.standard_normal(self.shape, np.float32)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from overland.data.sources import Source, as_source
 from overland.errors import DataError
 from overland.plugins import plugin
 
-RANDOM = "random"  # random tokens or images: `lanes.RandomBlocks`, `lanes.RandomImages`
-SHAPES, HELD_OUT_SHAPES = "shapes", "shapes_heldout"  # generated images: `shapes.ShapeImages`
+RANDOM = "random"  # random tokens or images: `lanes.RandomBlocks`, or of `made_images`
+SHAPES, HELD_OUT_SHAPES = "shapes", "shapes_heldout"  # generated images
 MADE = (RANDOM, SHAPES, HELD_OUT_SHAPES)
 # Part k of n, from 0: stand-ins for the sources of a mixture.
 PART = re.compile(r"(stdlib|docstrings):(\d+)/(\d+)")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from overland.config.schema import Data, DataSource, JobConfig
-from overland.data.lanes import ImageSet, RandomImages
+from overland.data.lanes import ImageSet
 from overland.data.layout import is_corpus
-from overland.data.registry import HELD_OUT_SHAPES, MADE, RANDOM, is_built_in, registered
+from overland.data.registry import MADE, RANDOM, is_built_in, registered
 from overland.data.sft import conversations_of
 from overland.data.sources import Source, open_source
 from overland.data.sources.columns import WHOLE, NoColumn
@@ -149,26 +149,8 @@ class WantedSource:
     def made_images(self) -> ImageSet | None:
         """Returns generated images for a model that takes only images, or None for one that takes
         tokens."""
-        config, kind, taken = self.config, self.dataset, taken_by_model(self.config)
-        if taken is None or set(taken) != {WANTED}:
-            if kind != RANDOM:
-                raise DataError(f"{kind} are images, but {config.model.name} does not take images")
-            return None
-        settings = config.images
-        _, shape = taken[WANTED]
-        channels, height, width = settings.shape or shape
-        size = (channels, height, width)
-        if kind != RANDOM:
-            shapes: ImageSet = plugin("shapes").ShapeImages(
-                self.name, settings.count, size, kind == HELD_OUT_SHAPES
-            )
-            return shapes
-        if settings.pad and (height > settings.pad[0] or width > settings.pad[1]):
-            raise DataError(
-                f"images.shape is {channels} × {height} × {width}, which cannot be padded to "
-                f"{settings.pad[0]} × {settings.pad[1]}: increase images.pad"
-            )
-        return RandomImages(self.name, settings.count, size, settings.pad, config.debug.seed)
+        images: ImageSet | None = plugin("made_images").made_images(self)
+        return images
 
     def refuse_choices(self, what: object, keys: tuple[str, ...] = CHOICES) -> None:
         """Rejects keys for a source without columns, subsets or splits. Sections of data.sources

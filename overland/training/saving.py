@@ -21,13 +21,13 @@ from torch import Tensor
 from overland.checkpoint.folder import committed
 from overland.checkpoint.store import Outcome
 from overland.data.batch import Batch
-from overland.data.ledger import Ledger
 from overland.data.order import mix64
 from overland.errors import CheckpointError, NotSavedError, TrainingError, sentence
 from overland.files import Moved, ignore
 from overland.parallel.comm import from_first_rank
 from overland.plugins import plugin
 from overland.training.callbacks import Record
+from overland.training.ledger import Ledger
 from overland.training.run import Run
 from overland.training.state import save_run, saved_state
 from overland.training.stop import Clock, StopRequest, Wish

@@ -23,13 +23,13 @@ from overland.data.arrays import Arrays, Unfit
 from overland.data.batch import Batch, load_batch
 from overland.data.corpora import Preparer
 from overland.data.layout import lay_out
-from overland.data.ledger import Ledger
 from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.registry import register_source
 from overland.data.shard import open_shard
 from overland.data.sources import open_source
 from overland.data.sources.source import as_source
 from overland.errors import DataError
+from overland.training.ledger import Ledger
 from overland.training.saving import digests
 
 ROWS = 8

@@ -23,8 +23,8 @@ import yaml
 from safetensors.numpy import save_file
 
 from overland.apps.check.rehearsal import known_steps
+from overland.apps.ledger import read_ledger
 from overland.config.load import load_config
-from overland.data.ledger import read_ledger
 from overland.models import build_model, resolve_config
 from overland.run_folder import LEDGER
 from tests.cli.processes import (

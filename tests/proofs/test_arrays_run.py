@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from overland.apps.ledger import read_ledger
 from overland.apps.proofs.data import prove_data
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
 from overland.data import registry as sources
-from overland.data.ledger import read_ledger
 from overland.models import register_model
 from overland.models import registry as models
 from overland.models.init import Normal

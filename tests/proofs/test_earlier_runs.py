@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from overland.apps.data.build import build
+from overland.apps.ledger import read_ledger
 from overland.apps.proofs.data import prove_data
 from overland.apps.proofs.pool import RankPool
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.layout import lay_out
-from overland.data.ledger import read_ledger
 from overland.data.plan import Plan
 from overland.data.shard import open_shard
 from overland.data.sources import open_source

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from overland.apps.check.rehearsal import known_steps
+from overland.apps.ledger import read_ledger
 from overland.apps.proofs.data import prove_data
 from overland.apps.proofs.pool import RankPool
 from overland.apps.watch.status import Watch
@@ -15,7 +16,6 @@ from overland.checks import check_config
 from overland.config.load import load_config
 from overland.config.schema import JobConfig, LRScheduler
 from overland.data.corpora import Preparer
-from overland.data.ledger import read_ledger
 from overland.data.prepare import training_data
 from overland.errors import DataError
 from overland.run_folder import RunFolder

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.apps.dataset import planned_data
+from overland.apps.ledger import Fed, FedSteps, read_ledger
 from overland.checkpoint.folder import committed, step_of
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
@@ -23,7 +24,6 @@ from overland.data.batch import load_batch
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
 from overland.data.layout import source_changes
-from overland.data.ledger import Fed, FedSteps, read_ledger
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset
 from overland.data.windows import MixedWindows

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from overland.data.ledger import batches_of
+from overland.apps.ledger import batches_of
 from overland.data.order import Mixture
 from overland.data.plan import Plan
 from overland.errors import OverlandError

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from overland.apps.ledger import read_ledger
 from overland.data.batch import Batch
-from overland.data.ledger import Ledger, read_ledger
 from overland.errors import DataError
+from overland.training.ledger import Ledger
 from overland.training.saving import digests
 
 FIELDS = ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")
@@ -152,7 +153,7 @@ def test_what_did_not_reach_the_disk_for_certain_is_written_again(
 def test_records_are_synced_before_they_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overland.data.ledger.KEPT_BYTES", 500)
+    monkeypatch.setattr("overland.training.ledger.KEPT_BYTES", 500)
     ledger = Ledger(tmp_path / "ledger.bin")
     for step in range(1, 100):
         ledger.add(step, step - 1, rows(step, 1))

@@ -1,0 +1,108 @@
+"""Generated images, to train on without a download: shapes (discs, boxes and stripes in uniform
+grays, on a background that gets lighter in some direction), or noise. Image i is a function of i
+alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.arrays import Arrays
+from overland.data.lanes import ImageSet
+from overland.data.registry import HELD_OUT_SHAPES, RANDOM
+from overland.data.sources.file_marks import digest_of
+from overland.data.sources.image_files import WANTED
+from overland.data.wanted import WantedSource, taken_by_model
+from overland.errors import DataError
+
+HELD_OUT = 1 << 40  # number of the first validation image: no training set is this large
+FEWEST, MOST = 1, 3  # shapes in an image
+
+
+def made_images(wanted: WantedSource) -> ImageSet | None:
+    """Returns generated images for a model that takes only images, or None for one that takes
+    tokens."""
+    config, kind, taken = wanted.config, wanted.dataset, taken_by_model(wanted.config)
+    if taken is None or set(taken) != {WANTED}:
+        if kind != RANDOM:
+            raise DataError(f"{kind} are images, but {config.model.name} does not take images")
+        return None
+    settings = config.images
+    _, shape = taken[WANTED]
+    channels, height, width = settings.shape or shape
+    size = (channels, height, width)
+    if kind != RANDOM:
+        return ShapeImages(wanted.name, settings.count, size, kind == HELD_OUT_SHAPES)
+    if settings.pad and (height > settings.pad[0] or width > settings.pad[1]):
+        raise DataError(
+            f"images.shape is {channels} × {height} × {width}, which cannot be padded to "
+            f"{settings.pad[0]} × {settings.pad[1]}: increase images.pad"
+        )
+    return RandomImages(wanted.name, settings.count, size, settings.pad, config.debug.seed)
+
+
+class ShapeImages(ImageSet):
+    def __init__(self, name: str, count: int, shape: tuple[int, int, int], held_out: bool) -> None:
+        self.arrays = Arrays.declared(name, {WANTED: ("float32", shape)})
+        self.fingerprint = f"shapes-{digest_of([count, shape, held_out])}"
+        self.count, self.shape, self._first = count, shape, HELD_OUT if held_out else 0
+        height, width = shape[1:]
+        y, x = np.mgrid[:height, :width].astype(np.float32)
+        self._y, self._x = y / height * 2 - 1, x / width * 2 - 1
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fill(self, number: int, into: npt.NDArray[Any]) -> None:
+        draw = np.random.default_rng(self._first + number)
+        for channel in into:
+            angle = draw.uniform(0, 2 * np.pi)
+            channel[:] = 0.5 * (np.cos(angle) * self._x + np.sin(angle) * self._y)
+            for _ in range(draw.integers(FEWEST, MOST + 1)):
+                channel[self._shape(draw)] = draw.uniform(-1.5, 1.5)
+
+    def _shape(self, draw: np.random.Generator) -> npt.NDArray[np.bool_]:
+        """Returns the pixels of a shape at a random place in the image, rotated randomly."""
+        angle, middle = draw.uniform(0, 2 * np.pi), draw.uniform(-0.7, 0.7, 2)
+        y, x = self._y - middle[0], self._x - middle[1]
+        along = np.cos(angle) * x + np.sin(angle) * y
+        across = np.cos(angle) * y - np.sin(angle) * x
+        size, thin = draw.uniform(0.3, 0.7), draw.uniform(0.5, 1.0)
+        kind = draw.integers(3)
+        if kind == 0:
+            inside = along**2 + (across / thin) ** 2 < size**2
+        elif kind == 1:
+            inside = (np.abs(along) < size) & (np.abs(across) < size * thin)
+        else:
+            inside = np.abs(across) < size / 4
+        found: npt.NDArray[np.bool_] = inside
+        return found
+
+
+class RandomImages(ImageSet):
+    """Normally distributed noise, for trial runs; image i is always the same."""
+
+    def __init__(
+        self, name: str, count: int, shape: tuple[int, int, int], pad: list[int] | None, seed: int
+    ) -> None:
+        channels, height, width = shape
+        whole = (channels, *(pad or (height, width)))
+        self.arrays = Arrays.declared(name, {WANTED: ("float32", whole)})
+        self.count, self.shape = count, shape
+        self.fingerprint = f"random-images-{digest_of([name, count, shape, whole])}"
+        self._key = (seed, int(digest_of(name), 16))
+        top, left = (whole[1] - height) // 2, (whole[2] - width) // 2
+        self._place = (slice(None), slice(top, top + height), slice(left, left + width))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fill(self, number: int, into: npt.NDArray[Any]) -> None:
+        draw = np.random.Generator(np.random.SFC64((*self._key, number)))
+        if self.shape == into.shape and into.flags.c_contiguous:
+            draw.standard_normal(out=into, dtype=np.float32)
+        else:
+            into[...] = 0
+            into[self._place] = draw.standard_normal(self.shape, np.float32)
