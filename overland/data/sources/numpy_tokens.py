@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,9 @@ from overland.errors import ChoiceRequired, DataError
 PIECE_TOKENS = 1 << 20
 ROWS_PER_CHUNK = 4096
 LONGEST_HEADER = 10_000  # NumPy's own limit, which it checks only after reading the header
+# Headers are Python literals, and Python's parser (3.11.7) sometimes fails if several threads use
+# it at once: "AST constructor recursion depth mismatch".
+PARSING = threading.Lock()
 DTYPE_IN_NAME = re.compile(rf"(?:^|[-_.])({'|'.join(TOKEN_DTYPES)})(?=[-_.])")
 
 
@@ -103,7 +107,9 @@ def read_header(file: IO[bytes], path: Path) -> tuple[tuple[int, ...], bool, np.
     read = np.lib.format.read_array_header_1_0
     if version == (2, 0):
         read = np.lib.format.read_array_header_2_0
-    shape, by_columns, dtype = read(io.BytesIO(length + file.read(size)), LONGEST_HEADER)
+    header = io.BytesIO(length + file.read(size))
+    with PARSING:
+        shape, by_columns, dtype = read(header, LONGEST_HEADER)
     return shape, by_columns, dtype, 8 + len(length) + size
 
 
