@@ -1,6 +1,7 @@
 """How long until the first step is done, from the start of the process: cold, and warm.
 
     python benchmarks/gpu/start.py 8B [key=value …]
+    python benchmarks/gpu/start.py 1B comm.ranks_per_device=2 parallelism.context_parallel_degree=2
 
 Three starts in one run folder, each a process of its own:
 cold:      nothing compiled yet, anywhere
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from shapes import SHAPES
 
 STARTS = ("cold", "elsewhere", "here")
+RANKS = "comm.ranks_per_device="
 
 
 def main() -> None:
@@ -38,9 +40,15 @@ def main() -> None:
             if start != "here":
                 shutil.rmtree(node, ignore_errors=True)
                 shutil.rmtree(caches["TRITON_HOME"], ignore_errors=True)
-            words = [sys.executable, __file__, "--once", name, f"{folder}/run", *changes]
+            words = [__file__, "--once", name, f"{folder}/run", *changes]
+            if sharing := [change for change in changes if change.startswith(RANKS)]:
+                ranks = sharing[-1].partition("=")[2]
+                words = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, *words]
             done = subprocess.run(
-                words, env={**os.environ, **caches}, capture_output=True, text=True
+                [sys.executable, *words],
+                env={**os.environ, **caches},
+                capture_output=True,
+                text=True,
             )
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             print(f"{start}: {lines[-1][7:] if lines else done.stderr[-2000:]}", flush=True)
@@ -49,7 +57,6 @@ def main() -> None:
 def once(name: str, folder: str, changes: list[str]) -> None:
     from ours import job, process_seconds
 
-    from overland.config.schema import JobConfig
     from overland.parallel.comm import process_group
     from overland.training.build import build_run
     from overland.training.callbacks import Callback, Record
@@ -57,19 +64,22 @@ def once(name: str, folder: str, changes: list[str]) -> None:
     from overland.training.run import Run
     from overland.world import World
     from overland.world.devices import device_type
+    from overland.world.launchers import find_world
 
     class FirstStep(Callback):
         def on_log(self, run: Run, record: Record) -> None:
             seconds.setdefault("first step", process_seconds())
 
     seconds = {"imports": process_seconds()}
-    with process_group(JobConfig().comm, World(), device_type()) as device:
-        config = job(SHAPES[name], folder, [*changes, "training.steps=2"])
-        run = build_run(config, World(), device, log_ranks=())
+    config, world = job(SHAPES[name], folder, [*changes, "training.steps=2"]), find_world()
+    world = world or World()
+    with process_group(config.comm, world, device_type()) as device:
+        run = build_run(config, world, device, log_ranks=())
         seconds["model"] = process_seconds()
         run.callbacks.append(FirstStep(run))
         train(run)
-    print("RESULT " + json.dumps({part: round(value, 1) for part, value in seconds.items()}))
+    if world.is_first:
+        print("RESULT " + json.dumps({part: round(n, 1) for part, n in seconds.items()}))
 
 
 if __name__ == "__main__":
