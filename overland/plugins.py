@@ -1,6 +1,6 @@
-"""What the core uses of the applications above it, found by name and imported when first needed;
-and optional packages, whose absence is an error that names the extra to install. A run that needs
-none of the applications neither loads nor depends on them.
+"""What lower layers use of the applications above them, found by name and imported when first
+needed; and optional packages, whose absence is an error that names the extra to install. A run that
+needs none of the applications neither loads nor depends on them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ PLUGINS = {
     "built_corpus": "overland.apps.data.built",  # its documents, to describe or evaluate them
     "train_loader": "overland.apps.data.loader",  # for a user's own script
     "exports": "overland.apps.convert.exports",  # a run's weights and adapters for other programs
+    "streams": "overland.apps.streams",  # the console that preflight draws on
     "four_files": "overland.apps.convert.formats.torch",  # checkpoint.full_format = "torch"
 }
 

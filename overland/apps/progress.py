@@ -65,7 +65,7 @@ def progress_bar(
         return
     from rich import progress
 
-    from overland.streams import SafeConsole
+    from overland.apps.streams import SafeConsole
 
     counts: dict[Unit, list[Any]] = {
         "things": [progress.MofNCompleteColumn(), progress.TimeRemainingColumn()],

@@ -35,7 +35,7 @@ def reference(
     if as_json:
         print(json.dumps(reference_rows(word), indent=2))
     elif sys.stdout.isatty():
-        from overland.streams import SafeConsole
+        from overland.apps.streams import SafeConsole
 
         console = SafeConsole()
         for table in reference_tables(word):

@@ -41,8 +41,8 @@ def preview(
     """Show exactly what the model sees at a step. One color per document, dim where no loss is
     taken. In conversations, only what is learned is bright, and special tokens are reversed."""
     from overland.apps.dataset import open_step
+    from overland.apps.streams import SafeConsole
     from overland.errors import DataError
-    from overland.streams import SafeConsole
 
     loaded, batch = open_step(config, list(settings or []), step)
     size = loaded.plan.segment(batch).global_batch_size

@@ -15,8 +15,8 @@ import typer
 from overland.apps.evaluation.main import generate as generate_in_process
 from overland.apps.evaluation.main import open_model
 from overland.apps.progress import progress_bar
+from overland.apps.streams import raw
 from overland.cli.common import user_errors, with_options_of
-from overland.streams import raw
 
 if TYPE_CHECKING:
     from overland.apps.evaluation.chat import Asking

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from overland.apps.progress import progress_bar
+from overland.apps.streams import raw
 from overland.cli.common import user_errors
-from overland.streams import raw
 from overland.words import number_of
 
 if TYPE_CHECKING:

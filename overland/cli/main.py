@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import overland
+from overland.apps.streams import guard_streams
 from overland.cli import (
     check,
     config,
@@ -29,7 +30,6 @@ from overland.cli import (
 )
 from overland.cli.common import TAKES_SETTINGS
 from overland.cli.examples import add_examples
-from overland.streams import guard_streams
 
 # Names of other tools, and what is meant here.
 OTHER_NAMES = {

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from overland.apps.streams import raw
 from overland.cli.common import user_errors
-from overland.streams import raw
 
 if TYPE_CHECKING:
     from overland.cluster.preflight.conduct import PreflightSettings

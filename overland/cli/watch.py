@@ -71,12 +71,12 @@ def watch(
     With --once, the exit code gives the state: 0 alive or finished, 1 stopped or failed, 2 nothing
     to watch, 3 no sign of life.
     """
+    from overland.apps.streams import SafeConsole
     from overland.apps.watch.files import finite
     from overland.apps.watch.listing import newest_run
     from overland.apps.watch.status import Watch
     from overland.apps.watch.view import draw
     from overland.errors import NoRun
-    from overland.streams import SafeConsole
 
     if not runs:
         runs = [newest_run(Path())]
@@ -117,8 +117,8 @@ def follow(watched: Watch, interval: float) -> None:
     """Shows the run until it is finished, or until q or Ctrl-C."""
     from rich.live import Live
 
+    from overland.apps.streams import SafeConsole
     from overland.apps.watch.view import draw, finished_words
-    from overland.streams import SafeConsole
 
     console = SafeConsole()
     seen = watched.look()

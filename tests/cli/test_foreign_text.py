@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from overland.apps.streams import guard_streams, raw
 from overland.cli.main import app
-from overland.streams import guard_streams, raw
 from tests.cli.processes import TINY
 from tests.reporting.runs import ATTEMPT, FAULT, SESSION, add_events, line, make_run, set_live
 
@@ -134,4 +134,4 @@ def test_only_the_console_that_escapes_is_used() -> None:
     """rich's own prints what it is given, and reads markup in it."""
     own = r"from rich(\.console)? import [^\n]*\bConsole\b|\brich\.(print|get_console)\b"
     found = [path for path in PACKAGE.rglob("*.py") if re.search(own, path.read_text())]
-    assert found == [PACKAGE / "streams.py"]
+    assert found == [PACKAGE / "apps" / "streams.py"]

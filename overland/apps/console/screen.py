@@ -15,8 +15,8 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from overland.apps.streams import SafeConsole
 from overland.config.schema import JobConfig
-from overland.streams import SafeConsole
 from overland.words import clock, duration
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Phase

@@ -19,6 +19,7 @@ from overland.cluster.preflight.network import TOKEN_BYTES
 from overland.cluster.preflight.start import Started
 from overland.cluster.wire import Message, Switchboard, Wire
 from overland.errors import ClusterError
+from overland.plugins import plugin
 from overland.processes import allow_open_files
 
 LOOK_SECONDS = 0.1
@@ -264,9 +265,7 @@ class Phases:
         self._what, self._total = "", 0
         self._since = time.monotonic()
         if sys.stderr.isatty():
-            from overland.streams import SafeConsole
-
-            self._status = SafeConsole(stderr=True).status("preflight")
+            self._status = plugin("streams").SafeConsole(stderr=True).status("preflight")
             self._status.start()
 
     def begin(self, what: str, total: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from overland.cluster.preflight.rounds import Match
 from overland.files import replace_file
+from overland.plugins import plugin
 from overland.words import visible
 
 FULL_TABLE = 32  # nodes; if there are more, only bad ones are shown
@@ -51,11 +52,9 @@ class Report:
 
     def table(self) -> str:
         """Returns a table with one row per node, and a summary."""
-        from overland.streams import SafeConsole
-
         shown = self.nodes if len(self.nodes) <= FULL_TABLE else list(self.bad)
         is_terminal = sys.stdout.isatty()
-        console = SafeConsole(
+        console = plugin("streams").SafeConsole(
             file=io.StringIO(),
             force_terminal=is_terminal,
             width=None if is_terminal else PLAIN_WIDTH,
