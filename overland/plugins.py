@@ -25,7 +25,7 @@ PLUGINS = {
     "chat_notes": "overland.apps.data.chat_notes",  # how a run reads its conversations
     "standard_library": "overland.apps.data.standard_library",  # data to try things with
     "docstrings": "overland.apps.data.docstrings",
-    "made_images": "overland.apps.data.made_images",
+    "made_rows": "overland.apps.data.made_rows",  # random tokens, generated images
     "built_corpus": "overland.apps.data.built",  # its documents, to describe or evaluate them
     "train_loader": "overland.apps.data.loader",  # for a user's own script
     "exports": "overland.apps.convert.exports",  # a run's weights and adapters for other programs

@@ -20,7 +20,7 @@ from overland.config.schema import Data as Settings
 from overland.config.schema import JobConfig
 from overland.data.arrays import require_fields
 from overland.data.corpus import Corpus
-from overland.data.lanes import ListedImages, MadeRows, RandomBlocks
+from overland.data.lanes import ListedImages, MadeRows
 from overland.data.layout import (
     SHARD_DOCUMENTS,
     CorpusLayout,
@@ -37,9 +37,9 @@ from overland.data.sources import Source
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
 from overland.data.wanted import WantedSource, sources_of, taken_by_model
 from overland.errors import ChoiceRequired, DataError
+from overland.plugins import plugin
 from overland.words import number_of
 
-TOKENIZER_SIZE = 4096
 MAX_PROCESSES = 16  # leaves cores of a large node to the ranks and the file system
 SHARDS_PER_WINDOW = 16  # at least, so that a window mixes this many places of the corpus
 ANOTHER_TOKENIZER = "it was tokenized with another tokenizer, or another BOS or EOS policy"
@@ -80,7 +80,10 @@ class Opener:
     def open(self, wanted: WantedSource) -> AnyCorpus:
         """Opens a corpus that is built, or one that is made while it is read."""
         if wanted.is_made:
-            return self._made(wanted)
+            made: MadeRows = plugin("made_rows").made_rows(
+                wanted, self.vocab_size, self.preparer.report
+            )
+            return made
         if built := wanted.built:
             wanted.refuse_choices(f"{built} is a built corpus, which")
             corpus = open_built(built)
@@ -135,23 +138,6 @@ class Opener:
         made_by = read_layout(found).tokenizer
         same = (one for one in tokenizers if one is not None and one.fingerprint == made_by)
         return replace(self, tokenizer=next(same, None)).streamed(found, wanted)
-
-    def _made(self, wanted: WantedSource) -> MadeRows:
-        """Returns random tokens, or generated images for a model that takes images."""
-        images = wanted.made_images()
-        if images is not None and wanted.missing is not None:
-            used = "validated" if wanted.is_for_validation else "trained"
-            shape = " × ".join(map(str, images.shape))
-            self.preparer.report(
-                f"note: {wanted.missing} does not exist, so the model is {used} on {len(images):,} "
-                f"random images of {shape} ({wanted.table}.dataset_path; set "
-                'images.if_missing = "error" to stop instead)'
-            )
-        if images is not None:
-            return images
-        size = self.vocab_size
-        size = trained_size(self.config.data, None) if size is None else size
-        return RandomBlocks(size, self.config.debug.seed)
 
     def _laid_out(self, wanted: WantedSource) -> Path:
         """Returns the folder of a corpus that is made while it is read, on every rank."""
@@ -292,13 +278,6 @@ def named_by_keys() -> Iterator[None]:
 def streams_root(config: JobConfig) -> Path:
     """Returns the folder of streamed corpora."""
     return Path(config.data.cache_folder or config.data.folder).expanduser()
-
-
-def trained_size(data: Settings, vocab_size: int | None) -> int:
-    """Returns the vocabulary size of a tokenizer to train, given that of the model."""
-    if data.vocab_size is not None:
-        return data.vocab_size
-    return TOKENIZER_SIZE if vocab_size is None else min(TOKENIZER_SIZE, vocab_size)
 
 
 def _policies(config: JobConfig, tokenizer: Tokenizer | None) -> list[Tokenizer | None]:

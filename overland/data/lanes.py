@@ -1,11 +1,10 @@
 """Rows, their labels and positions, without loss on padding and across documents; and lanes, the
-endless sequences of numbered rows that a sampler reads, here of images and random tokens.
+endless sequences of numbered rows that a sampler reads, here of images.
 
-Documents that are packed into blocks are in blocks.py. Here are the random tokens of proofs and
-benchmarks, and images, which are read one by one from their files, or generated, without shards.
-Image i of a stream is a function of the set, the seed and i alone: its epoch is i // n, and a keyed
-permutation for that epoch determines which of the n images it is. The order therefore does not
-depend on the number of ranks or on restarts.
+Documents that are packed into blocks are in blocks.py. Here are images, which are read one by one
+from their files, or generated, without shards. Image i of a stream is a function of the set, the
+seed and i alone: its epoch is i // n, and a keyed permutation for that epoch determines which of
+the n images it is. The order therefore does not depend on the number of ranks or on restarts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ from overland.errors import DataError
 
 Array = npt.NDArray[np.int64]
 IGNORED = -100  # label without a loss
-DOCUMENTS_PER_BLOCK = 4
 READERS = max(2, min(8, os.cpu_count() or 2))  # threads, which wait for the disk or copy
 
 
@@ -203,47 +201,6 @@ class MadeRows:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-@dataclass(frozen=True)
-class RandomBlocks(MadeRows, Lane):
-    """Uniform random ids, for proofs and benchmarks: block i depends only on the seed and i.
-
-    Blocks contain about `DOCUMENTS_PER_BLOCK` documents, for runs with document boundaries.
-    """
-
-    vocab_size: int
-    seed: int = 0
-    source: int = 0
-    """Its number in the plan."""
-    seq_len: int = 0
-
-    @property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        return f"random-{self.vocab_size}"
-
-    def as_lane(self, name: str, source: int, reading: Reading, max_epochs: int | None) -> Lane:
-        return replace(self, source=source)
-
-    def in_segment(self, segment: Segment) -> Lane:
-        return replace(self, seq_len=segment.seq_len)
-
-    def read(self, numbers: Array, rows: Array, into: Rows | Samples) -> None:
-        assert isinstance(into, Rows)
-        for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
-            draw, size = np.random.default_rng((self.seed, number)), self.seq_len + 1
-            into.tokens[row] = draw.integers(self.vocab_size, size=size)
-            into.begins[row] = draw.random(size) < DOCUMENTS_PER_BLOCK / self.seq_len
-        into.begins[rows, 0] = True
-        into.num_tokens[rows] = self.seq_len + 1
-        into.sample[rows], into.epoch[rows] = (self.source << 56) + numbers, 0
-
-    def lengths(self, numbers: Array) -> Array:
-        return np.full(len(numbers), self.seq_len + 1)
-
-    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
-        none = np.zeros_like(rows)
-        return [Origins(rows, none + self.source, numbers, none, none + self.seq_len + 1)]
 
 
 class ImageSet(MadeRows):

@@ -15,7 +15,7 @@ from overland.data.sources import Source, as_source
 from overland.errors import DataError
 from overland.plugins import plugin
 
-RANDOM = "random"  # random tokens or images: `lanes.RandomBlocks`, or of `made_images`
+RANDOM = "random"  # random tokens or images
 SHAPES, HELD_OUT_SHAPES = "shapes", "shapes_heldout"  # generated images
 MADE = (RANDOM, SHAPES, HELD_OUT_SHAPES)
 # Part k of n, from 0: stand-ins for the sources of a mixture.

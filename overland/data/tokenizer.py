@@ -45,7 +45,6 @@ from overland.world.records import record
 
 RULES = 1  # part of every fingerprint; increased when the same files give different ids
 PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
-SMALLEST = 257  # every byte, and the end-of-document token
 
 
 @record

@@ -149,7 +149,7 @@ class WantedSource:
     def made_images(self) -> ImageSet | None:
         """Returns generated images for a model that takes only images, or None for one that takes
         tokens."""
-        images: ImageSet | None = plugin("made_images").made_images(self)
+        images: ImageSet | None = plugin("made_rows").made_images(self)
         return images
 
     def refuse_choices(self, what: object, keys: tuple[str, ...] = CHOICES) -> None:

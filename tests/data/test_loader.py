@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.apps.data.made_rows import RandomBlocks
 from overland.apps.data.standard_library import StandardLibrary
 from overland.data.batch import Batch, batches, load_batch, read_ahead
-from overland.data.lanes import RandomBlocks
 from overland.data.sources import open_source
 from overland.errors import DataError
 from tests.data.corpora import one_segment, rows_of

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from overland.apps.data.made_rows import RandomBlocks
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
-from overland.data.lanes import RandomBlocks
 from overland.data.plan import MixedBy, Plan, PlannedSource, Segment
 from overland.data.sampler import Sampler
 from overland.data.windows import Reading

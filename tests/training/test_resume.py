@@ -20,13 +20,14 @@ from safetensors.torch import save_file
 
 from overland.apps.check.rehearsal import try_newest
 from overland.apps.console.screen import Screen
+from overland.apps.data.made_rows import RandomBlocks
 from overland.apps.ledger import read_ledger
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
 from overland.config.schema import JobConfig
 from overland.data.batch import load_batch
-from overland.data.lanes import RandomBlocks, Rows
+from overland.data.lanes import Rows
 from overland.errors import CheckpointError, DataError, MismatchError, NotSavedError
 from overland.files import Disk
 from overland.training import saving

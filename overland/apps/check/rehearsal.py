@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from overland.apps.check.look import Beginning, Untrained, look_at
+from overland.apps.data.tokenizer_training import SMALLEST, trained_size
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
 from overland.checkpoint.lazy import MODEL, Origin
 from overland.checkpoint.read import open_checkpoint, refuse_unused, require_fit
@@ -35,7 +36,6 @@ from overland.data.corpora import (
     find_corpus,
     is_of_another_tokenizer,
     streams_root,
-    trained_size,
 )
 from overland.data.corpus import Corpus
 from overland.data.holdout import check_fewer, check_held_out, require_both_sides
@@ -52,7 +52,7 @@ from overland.data.prepare import (
 )
 from overland.data.sampler import AnyCorpus, NoDocuments
 from overland.data.sources.image_files import is_array_list
-from overland.data.tokenizer import SMALLEST, Tokenizer
+from overland.data.tokenizer import Tokenizer
 from overland.data.wanted import (
     WantedSource,
     held_out_sources,

@@ -11,7 +11,6 @@ from overland.config.derived import model_name
 from overland.config.schema import Data as Settings
 from overland.config.schema import JobConfig
 from overland.data.arrays import require_fields
-from overland.data.corpora import trained_size
 from overland.data.sources import Source
 from overland.data.sources.file_marks import digest_of
 from overland.data.sources.source import BadDocument
@@ -20,6 +19,8 @@ from overland.data.wanted import CHOICES, WantedSource, taken_by_model
 from overland.errors import DataError
 from overland.files import publish
 
+TOKENIZER_SIZE = 4096
+SMALLEST = 257  # every byte, and the end-of-document token
 # Most documents that a tokenizer is trained on; more change little at these vocabulary sizes.
 TOKENIZER_DOCUMENTS = 20_000
 END_OF_TEXT = "<|endoftext|>"
@@ -46,6 +47,13 @@ def trained_tokenizer(
     train_tokenizer(_documents(texts), size, beside)
     publish(beside, path)
     return str(path)
+
+
+def trained_size(data: Settings, vocab_size: int | None) -> int:
+    """Returns the vocabulary size of a tokenizer to train, given that of the model."""
+    if data.vocab_size is not None:
+        return data.vocab_size
+    return TOKENIZER_SIZE if vocab_size is None else min(TOKENIZER_SIZE, vocab_size)
 
 
 def _text(wanted: WantedSource) -> Source | None:

@@ -1,24 +1,51 @@
-"""Generated images, to train on without a download: shapes (discs, boxes and stripes in uniform
-grays, on a background that gets lighter in some direction), or noise. Image i is a function of i
-alone."""
+"""Generated data, to train on without a download: random tokens, noise images, and images of shapes
+(discs, boxes and stripes in uniform grays, on a background that gets lighter in some direction).
+Block or image i is a function of i, and of the seed of a run if it is random, alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from overland.apps.data.tokenizer_training import trained_size
 from overland.data.arrays import Arrays
-from overland.data.lanes import ImageSet
+from overland.data.lanes import ImageSet, Lane, MadeRows, Origins, Rows, Samples
+from overland.data.plan import Segment
 from overland.data.registry import HELD_OUT_SHAPES, RANDOM
 from overland.data.sources.file_marks import digest_of
 from overland.data.sources.image_files import WANTED
 from overland.data.wanted import WantedSource, taken_by_model
+from overland.data.windows import Reading
 from overland.errors import DataError
 
+Array = npt.NDArray[np.int64]
+DOCUMENTS_PER_BLOCK = 4
 HELD_OUT = 1 << 40  # number of the first validation image: no training set is this large
 FEWEST, MOST = 1, 3  # shapes in an image
+
+
+def made_rows(
+    wanted: WantedSource, vocab_size: int | None, report: Callable[[str], None]
+) -> MadeRows:
+    """Returns random tokens, or generated images for a model that takes images."""
+    config, images = wanted.config, made_images(wanted)
+    if images is None:
+        size = trained_size(config.data, None) if vocab_size is None else vocab_size
+        return RandomBlocks(size, config.debug.seed)
+    if wanted.missing is not None:
+        used = "validated" if wanted.is_for_validation else "trained"
+        shape = " × ".join(map(str, images.shape))
+        report(
+            f"note: {wanted.missing} does not exist, so the model is {used} on {len(images):,} "
+            f"random images of {shape} ({wanted.table}.dataset_path; set "
+            'images.if_missing = "error" to stop instead)'
+        )
+    return images
 
 
 def made_images(wanted: WantedSource) -> ImageSet | None:
@@ -41,6 +68,47 @@ def made_images(wanted: WantedSource) -> ImageSet | None:
             f"{settings.pad[0]} × {settings.pad[1]}: increase images.pad"
         )
     return RandomImages(wanted.name, settings.count, size, settings.pad, config.debug.seed)
+
+
+@dataclass(frozen=True)
+class RandomBlocks(MadeRows, Lane):
+    """Uniform random ids, for proofs and benchmarks: block i depends only on the seed and i.
+
+    Blocks contain about `DOCUMENTS_PER_BLOCK` documents, for runs with document boundaries.
+    """
+
+    vocab_size: int
+    seed: int = 0
+    source: int = 0
+    """Its number in the plan."""
+    seq_len: int = 0
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return f"random-{self.vocab_size}"
+
+    def as_lane(self, name: str, source: int, reading: Reading, max_epochs: int | None) -> Lane:
+        return replace(self, source=source)
+
+    def in_segment(self, segment: Segment) -> Lane:
+        return replace(self, seq_len=segment.seq_len)
+
+    def read(self, numbers: Array, rows: Array, into: Rows | Samples) -> None:
+        assert isinstance(into, Rows)
+        for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
+            draw, size = np.random.default_rng((self.seed, number)), self.seq_len + 1
+            into.tokens[row] = draw.integers(self.vocab_size, size=size)
+            into.begins[row] = draw.random(size) < DOCUMENTS_PER_BLOCK / self.seq_len
+        into.begins[rows, 0] = True
+        into.num_tokens[rows] = self.seq_len + 1
+        into.sample[rows], into.epoch[rows] = (self.source << 56) + numbers, 0
+
+    def lengths(self, numbers: Array) -> Array:
+        return np.full(len(numbers), self.seq_len + 1)
+
+    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
+        none = np.zeros_like(rows)
+        return [Origins(rows, none + self.source, numbers, none, none + self.seq_len + 1)]
 
 
 class ShapeImages(ImageSet):
