@@ -22,37 +22,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from overland.apps.convert.convert import Conversion as Conversion
-    from overland.apps.convert.convert import convert as convert
-    from overland.apps.convert.formats import Format as Format
-    from overland.apps.convert.formats import LazyCheckpoint as LazyCheckpoint
+    from overland.apps.convert.convert import Conversion, convert
+    from overland.apps.convert.formats import Format, LazyCheckpoint, register_format
     from overland.apps.convert.formats import open_any as open_checkpoint
-    from overland.apps.convert.formats import register_format as register_format
-    from overland.apps.convert.save import save_model as save_model
-    from overland.apps.data.loader import build_train_loader as build_train_loader
-    from overland.apps.dataset import TrainingSet as TrainingSet
-    from overland.apps.dataset import open_dataset as open_dataset
-    from overland.apps.evaluation.generate import Completion as Completion
-    from overland.apps.evaluation.main import evaluate as evaluate
-    from overland.apps.evaluation.main import generate as generate
+    from overland.apps.convert.save import save_model
+    from overland.apps.data.loader import build_train_loader
+    from overland.apps.dataset import TrainingSet, open_dataset
+    from overland.apps.evaluation.generate import Completion
+    from overland.apps.evaluation.main import evaluate, generate
     from overland.apps.evaluation.main import open_model as load_model
-    from overland.apps.evaluation.model import OpenModel as OpenModel
-    from overland.config.errors import ConfigError as ConfigError
-    from overland.config.schema import JobConfig as JobConfig
-    from overland.data.registry import register_source as register_source
-    from overland.errors import OverlandError as OverlandError
-    from overland.models.registry import model_names as model_names
-    from overland.models.registry import register_model as register_model
-    from overland.models.sparse import register_mask as register_mask
-    from overland.models.transform import register_transform as register_transform
-    from overland.objectives.registry import register_objective as register_objective
-    from overland.optimizers.registry import register_optimizer as register_optimizer
-    from overland.parallel.plans import register_plan as register_plan
-    from overland.training.callbacks import Callback as Callback
-    from overland.training.callbacks import register_callback as register_callback
-    from overland.training.main import Trained as Trained
-    from overland.training.main import load_config as load_config
-    from overland.training.main import train as train
+    from overland.apps.evaluation.model import OpenModel
+    from overland.config.errors import ConfigError
+    from overland.config.schema import JobConfig
+    from overland.data.registry import register_source
+    from overland.errors import OverlandError
+    from overland.models.registry import model_names, register_model
+    from overland.models.sparse import register_mask
+    from overland.models.transform import register_transform
+    from overland.objectives.registry import register_objective
+    from overland.optimizers.registry import register_optimizer
+    from overland.parallel.plans import register_plan
+    from overland.training.callbacks import Callback, register_callback
+    from overland.training.main import Trained, load_config, train
 
 __all__ = [
     "Callback",
