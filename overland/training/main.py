@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ from overland.config.validate import validate_again
 from overland.errors import Kind, TrainingError
 from overland.plugins import plugin
 from overland.run_folder import RunFolder, fresh_folder
-from overland.training.history import History, Trained
 from overland.words import visible
 from overland.world import World
 from overland.world.devices import device_type, memory_state
@@ -38,6 +38,22 @@ if TYPE_CHECKING:
     import torch
 
     from overland.training.run import Screen
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How far a run got."""
+
+    folder: Path
+    step: int
+    finished: bool
+    """Whether it completed its last step; otherwise, training again resumes it."""
+    loss: float | None = None
+    """The last logged loss."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """The last loss on each held-out set."""
+    checkpoint: Path | None = None
+    """The newest checkpoint."""
 
 
 def load_config(source: str | Path, *settings: str | Sequence[str]) -> JobConfig:
@@ -217,7 +233,7 @@ def trained(folder: RunFolder, finished: bool, step: int | None = None) -> Train
     """Reads from a run folder how far its run got."""
     from overland.checkpoint.folder import committed
 
-    history = History(folder.metrics)
+    history = plugin("history").History(folder.metrics)
     history.read_on()
     newest, saved = history.newest, committed(folder.checkpoints)
     loss = newest.get("loss")

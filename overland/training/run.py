@@ -23,10 +23,12 @@ from overland.parallel.apply import ParallelModel
 from overland.parallel.mesh import Mesh
 from overland.run_folder import RunFolder
 from overland.training.health import LossScaler, SpikeGuard
-from overland.training.history import Record
 from overland.training.inner_state import InnerState
 from overland.world import World
 from overland.world.heartbeat import Heartbeat
+
+Record = dict[str, Any]
+"""What is logged of a step: a line of metrics.jsonl."""
 
 
 @dataclass

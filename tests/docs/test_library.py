@@ -82,7 +82,7 @@ def test_type_checkers_see_what_is_there_at_run_time() -> None:
     tree = ast.parse((ROOT / "overland" / "__init__.py").read_text())
     (hints,) = [one for one in tree.body if isinstance(one, ast.If)]
     seen = {
-        alias.asname: f"{one.module}:{alias.name}"
+        alias.asname or alias.name: f"{one.module}:{alias.name}"
         for one in hints.body
         if isinstance(one, ast.ImportFrom)
         for alias in one.names

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from overland.training import history
-from overland.training.history import History
+from overland.apps.watch import history
+from overland.apps.watch.history import History
+from overland.cluster.supervise import events
 from tests.reporting.runs import line
 
 
@@ -94,7 +95,7 @@ def test_a_long_file_is_sampled_but_for_its_end_and_what_is_held_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hundredth of the sizes, so that 10,000 lines stand for a million."""
-    monkeypatch.setattr(history, "CHUNK", history.CHUNK // 100)
+    monkeypatch.setattr(events, "CHUNK", events.CHUNK // 100)
     monkeypatch.setattr(history, "WHOLE_BYTES", history.WHOLE_BYTES // 100)
     monkeypatch.setattr(history, "END_BYTES", history.END_BYTES // 100)
     parsed = 0

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from overland.apps.watch.history import History
 from overland.apps.watch.listing import list_runs, table
 from overland.cli.main import app
-from overland.training.history import History
 from tests.reporting.runs import line, make_run, set_live
 
 

@@ -16,10 +16,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from overland.apps.console.services import TensorBoard, newest_records
 from overland.apps.proofs.pool import RankPool
 from overland.apps.report.plot import LossPlot
+from overland.apps.watch.history import History
 from overland.config.schema import JobConfig
 from overland.training.build import build_run
 from overland.training.callbacks import Callback
-from overland.training.history import History
 from overland.training.loop import train
 from overland.training.records import MetricsFile, drop_torn_line
 from overland.training.run import Run

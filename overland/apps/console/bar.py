@@ -14,11 +14,11 @@ from itertools import pairwise
 from rich.text import Text
 
 from overland.apps.console.screen import Screen
+from overland.apps.watch.history import HELD_OUT, History
 from overland.checkpoint.store import Outcome
 from overland.data.corpus import Corpus
 from overland.run_folder import METRIC_NAMES
 from overland.training.callbacks import Callback, Record
-from overland.training.history import HELD_OUT, History
 from overland.training.run import Run
 from overland.words import clock, duration
 from overland.world.heartbeat import Phase

@@ -16,7 +16,7 @@ from overland.objectives.objective import NextToken
 from overland.plugins import plugin
 from overland.run_folder import NOT_SAVED
 from overland.training.callbacks import Callback
-from overland.training.history import Trained
+from overland.training.main import Trained
 from overland.training.run import Run
 from overland.training.validate import LARGEST_LOSS
 from overland.words import command, in_columns, number_of

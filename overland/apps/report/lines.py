@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overland.apps.watch.history import is_step
+from overland.cluster.supervise.events import Tail
 from overland.run_folder import METRICS, UNDONE
-from overland.training.history import Tail, is_step
 
 Numbers = npt.NDArray[np.float64]
 Record = dict[str, Any]

@@ -12,9 +12,9 @@ import numpy as np
 
 from overland.apps.report.charts import Chart, Line
 from overland.apps.report.svg import chart_svg
+from overland.apps.watch.history import History, Points
 from overland.files import replace_file
 from overland.training.callbacks import Callback
-from overland.training.history import History, Points
 
 if TYPE_CHECKING:
     from overland.training.run import Run

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.apps.report.lines import Lines, Numbers
-from overland.cluster.supervise.events import Event, Events, parse_event
+from overland.cluster.supervise.events import Event, Events, Tail, parse_event
 from overland.run_folder import SESSIONS
-from overland.training.history import Tail
 
 ENDED = ("finished", "stopped", "failed", "killed", "running")
 STOPPING = re.compile(r"^stopping after step \d+: ")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from overland.apps.progress import progress_bar
+from overland.apps.watch.history import END_BYTES, History
 from overland.apps.watch.status import STATES, RunStatus, Watch, newest_script
 from overland.errors import NoRun, sentence
 from overland.run_folder import ATTEMPTS, CONFIG, LIVE, METRICS, OWNER, PLAN, SESSIONS, SUBMITTED
-from overland.training.history import END_BYTES, History
 from overland.words import command, duration, on_one_line, visible
 
 UNREADABLE = "unreadable"

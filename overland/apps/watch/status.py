@@ -28,6 +28,7 @@ from overland.apps.watch.files import (
     read_toml,
     table_in,
 )
+from overland.apps.watch.history import History, Points, Record, is_step, thinned
 from overland.cluster.supervise.events import LARGEST, Event, Events
 from overland.config.schema import NO_DESCRIPTION
 from overland.errors import NoRun
@@ -50,7 +51,6 @@ from overland.run_folder import (
     steps_in,
 )
 from overland.slurm import squeue
-from overland.training.history import History, Points, Record, is_step, thinned
 from overland.words import command, duration
 
 STATES = {

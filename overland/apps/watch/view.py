@@ -14,8 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from overland.apps.watch.history import thinned
 from overland.apps.watch.status import STATES, RunStatus, transferred
-from overland.training.history import thinned
 from overland.words import duration, number_of
 
 COLORS = {

@@ -1,7 +1,8 @@
 """Writes and reads the supervisor's history of a run (attempts.jsonl, one event per line) and its
 current status (live.json), and finds in them which nodes were bad.
 
-Only the supervisor writes them (`Logbook`); `overland watch` and `overland report` read them.
+Only the supervisor writes them (`Logbook`); `overland watch` and `overland report` read them, and
+follow the other files of lines in a run folder in the same way (`Tail`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import errno
 import json
 import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,53 @@ from overland.cluster.supervise.watchdog import Watchdog
 from overland.errors import Kind
 from overland.files import replace_file
 from overland.run_folder import ATTEMPTS, LIVE, STOPPED
-from overland.training.history import Tail
 
 Event = dict[str, Any]
+CHUNK = 4 << 20  # bytes read at a time
 LARGEST = 2**53  # integers below are exact in float64
 LIVE_SECONDS = 10.0
+
+
+class Tail:
+    """Follows a growing file of lines: each call returns what was appended since the last one. A
+    file that was replaced or truncated is read again from its beginning."""
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        """`last_bytes`: read only this much of the end of the file."""
+        self.path, self.last_bytes = path, last_bytes
+        self._forget()
+
+    def _forget(self) -> None:
+        self._inode, self._offset, self._rest = -1, 0, b""
+
+    def chunks(self) -> Iterator[tuple[list[bytes], int, bool]]:
+        """Yields (whole lines, bytes still to come, whether everything before is void). A last line
+        without a newline is still being written, and is returned once it is complete."""
+        try:
+            if not self.path.is_file():  # opening a named pipe would block
+                raise FileNotFoundError
+            with self.path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                is_other = stat.st_ino != self._inode or stat.st_size < self._offset
+                if is_other:
+                    self._forget()
+                    self._inode = stat.st_ino
+                    if self.last_bytes is not None and stat.st_size > self.last_bytes:
+                        file.seek(stat.st_size - self.last_bytes - 1)
+                        file.readline()  # the rest of a line
+                        self._offset = file.tell()
+                file.seek(self._offset)
+                while data := file.read(CHUNK):
+                    self._offset += len(data)
+                    *lines, self._rest = (self._rest + data).split(b"\n")
+                    yield lines, max(0, stat.st_size - self._offset), is_other
+                    is_other = False
+                if is_other:  # it is empty now
+                    yield [], 0, True
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            if self._inode != -1:
+                self._forget()
+                yield [], 0, True
 
 
 class Events:

@@ -1,28 +1,25 @@
-"""Reads metrics.jsonl: losses by step, the newest numbers, and the pace
-(with it the time left)."""
+"""Reads metrics.jsonl: losses by step, the newest numbers, and the pace (with it the time
+left)."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from overland.cluster.supervise.events import Tail
+
 Record = dict[str, Any]
 """A line of metrics.jsonl."""
-
-
 T = TypeVar("T")
 Points = list[tuple[int, float]]
 
 HELD_OUT = "validation_loss/"
-CHUNK = 4 << 20  # bytes read at a time
 LARGEST_STEP = 2**53
 
 # A file of a million lines (300 MB) is sampled down to 30,000, except for its end and held-out
@@ -115,61 +112,3 @@ def thinned(points: Sequence[T], most: int) -> list[T]:
     """Returns at most `most` points, plus the last one, which is always kept."""
     every = -(-len(points) // most)
     return [*points[:-1:every], points[-1]] if points else []
-
-
-class Tail:
-    """Follows a growing file of lines: each call returns what was appended since the last one. A
-    file that was replaced or truncated is read again from its beginning."""
-
-    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
-        """`last_bytes`: read only this much of the end of the file."""
-        self.path, self.last_bytes = path, last_bytes
-        self._forget()
-
-    def _forget(self) -> None:
-        self._inode, self._offset, self._rest = -1, 0, b""
-
-    def chunks(self) -> Iterator[tuple[list[bytes], int, bool]]:
-        """Yields (whole lines, bytes still to come, whether everything before is void). A last line
-        without a newline is still being written, and is returned once it is complete."""
-        try:
-            if not self.path.is_file():  # opening a named pipe would block
-                raise FileNotFoundError
-            with self.path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                is_other = stat.st_ino != self._inode or stat.st_size < self._offset
-                if is_other:
-                    self._forget()
-                    self._inode = stat.st_ino
-                    if self.last_bytes is not None and stat.st_size > self.last_bytes:
-                        file.seek(stat.st_size - self.last_bytes - 1)
-                        file.readline()  # the rest of a line
-                        self._offset = file.tell()
-                file.seek(self._offset)
-                while data := file.read(CHUNK):
-                    self._offset += len(data)
-                    *lines, self._rest = (self._rest + data).split(b"\n")
-                    yield lines, max(0, stat.st_size - self._offset), is_other
-                    is_other = False
-                if is_other:  # it is empty now
-                    yield [], 0, True
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            if self._inode != -1:
-                self._forget()
-                yield [], 0, True
-
-
-@dataclass(frozen=True)
-class Trained:
-    """How far a run got."""
-
-    folder: Path
-    step: int
-    finished: bool
-    """Whether it completed its last step; otherwise, training again resumes it."""
-    loss: float | None = None
-    """The last logged loss."""
-    validation: dict[str, float] = field(default_factory=dict)
-    """The last loss on each held-out set."""
-    checkpoint: Path | None = None
-    """The newest checkpoint."""
