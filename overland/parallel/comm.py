@@ -77,26 +77,18 @@ def own_device(ranks_per_device: int, world: World, device_type: str) -> torch.d
 
 
 def warm_up(mesh: Mesh) -> None:
-    """Does a first, tiny all-reduce on every axis. Backends connect at their first call, which
+    """Does a first, tiny all-reduce in every group. Backends connect at their first call, which
     takes minutes with thousands of ranks: this way it happens under the long timeout, and not
     inside a step."""
-    for group in all_groups(mesh):
+    for group in mesh.groups:
         dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
     dist.barrier()
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
     """Sets the timeout of collectives from now on."""
-    for group in [dist.group.WORLD, *all_groups(mesh)]:
+    for group in mesh.groups:
         _set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def all_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
-    return [
-        devices.get_group(name)
-        for devices in mesh.cuts.values()
-        for name in devices.mesh_dim_names or ()
-    ]
 
 
 def backend_string(backend: str, device_type: str) -> str:

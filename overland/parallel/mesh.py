@@ -14,10 +14,12 @@ A new way to place parameters (experts) needs one more line here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from overland.config.derived import Degrees
 
@@ -45,6 +47,8 @@ class Mesh:
 
     degrees: Degrees
     cuts: dict[str, DeviceMesh]
+    groups: list[dist.ProcessGroup]
+    """Every group of this rank, once, in the same order on all its ranks."""
 
     @property
     def parameters(self) -> DeviceMesh:
@@ -85,11 +89,46 @@ class Mesh:
         return self.parameters["dp_replicate", "fsdp"]
 
 
-def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
-    return Mesh(degrees, {name: _cut(parts, degrees, device_type) for name, parts in CUTS.items()})
+def build_mesh(degrees: Degrees, device_type: str, timeout_seconds: int = 1800) -> Mesh:
+    """Divides all ranks, each of which calls this. `timeout_seconds`: of collectives, until it is
+    set again.
+
+    Parts with the same ranks share a group, since a group costs connections and memory; only cp's
+    collectives have one of their own, so that they need not wait for parameters on their way."""
+    ranks = torch.arange(dist.get_world_size()).view([getattr(degrees, axis) for axis in AXES])
+    here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    assert dist.group.WORLD is not None
+    groups = {(_divided(degrees, AXES), False): dist.group.WORLD}
+
+    def group_of(part: str, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        axes = _divided(degrees, axes)
+        key = (axes, part == "cp" and bool(axes))
+        if key not in groups:
+            mine = (
+                slice(None) if axis in axes else place
+                for axis, place in zip(AXES, here, strict=True)
+            )
+            groups[key] = dist.new_group(
+                ranks[tuple(mine)].flatten().tolist(),
+                timedelta(seconds=timeout_seconds),
+                use_local_synchronization=True,
+                group_desc=part,
+            )
+        return groups[key]
+
+    def cut(parts: dict[str, tuple[str, ...]]) -> DeviceMesh:
+        assert tuple(axis for axes in parts.values() for axis in axes) == AXES
+        return DeviceMesh.from_group(
+            [group_of(part, axes) for part, axes in parts.items()],
+            device_type,
+            ranks.view([prod(getattr(degrees, axis) for axis in axes) for axes in parts.values()]),
+            mesh_dim_names=tuple(parts),
+        )
+
+    cuts = {name: cut(parts) for name, parts in CUTS.items()}
+    return Mesh(degrees, cuts, list(groups.values()))
 
 
-def _cut(parts: dict[str, tuple[str, ...]], degrees: Degrees, device_type: str) -> DeviceMesh:
-    assert tuple(axis for axes in parts.values() for axis in axes) == AXES
-    sizes = [prod(getattr(degrees, axis) for axis in axes) for axes in parts.values()]
-    return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(parts))
+def _divided(degrees: Degrees, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes that have several ranks."""
+    return tuple(axis for axis in axes if getattr(degrees, axis) > 1)

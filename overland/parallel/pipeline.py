@@ -313,4 +313,5 @@ def end_group(mesh: Mesh) -> dist.ProcessGroup | None:
         group = dist.new_group(ends)
         if dist.get_rank() in ends:
             mine = group
+            mesh.groups.append(group)
     return mine

@@ -86,7 +86,7 @@ def build_run(
     folder = RunFolder(config)
     folder.root.mkdir(parents=True, exist_ok=True)
     degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
-    mesh = build_mesh(degrees, device.type)
+    mesh = build_mesh(degrees, device.type, config.comm.init_timeout_seconds)
     warm_up(mesh)
 
     architecture = model_config(config.model)

@@ -78,7 +78,7 @@ def tied_matrix_counted_twice() -> Patch:
 def rows_of_the_first_rank() -> Patch:
     """Every rank reads the first one's share of a batch."""
     right = loop.batches
-    wrong = lambda rows, start, part, num_parts: right(rows, start, 0, num_parts)
+    wrong = lambda rows, start, part, *of: right(rows, start, 0, *of)
     return patch.object(loop, "batches", wrong)
 
 

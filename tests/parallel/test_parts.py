@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from overland.apps.proofs.pool import RankPool
 from overland.config.derived import DegreeError, resolve_degrees
 from overland.config.schema import Compile, Parallelism
 from overland.models import resolve_config
@@ -22,9 +23,11 @@ from overland.models.flops import StageCosts, stage_costs
 from overland.models.registry import build_model
 from overland.parallel.blocks import compile_blocks
 from overland.parallel.context import in_row_order, places_of_rank
+from overland.parallel.mesh import build_mesh
 from overland.parallel.pipeline import deal_blocks, stage_class, stages_of_rank
 from overland.parallel.tensor import split_embedding
 from overland.training.step import gradient_norm
+from overland.world import World
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -100,6 +103,51 @@ def test_stages_are_degrees_over_the_same_mesh(
 def test_degrees_that_do_not_fit_are_one_sentence() -> None:
     with pytest.raises(DegreeError, match="= 4, but there are 6 devices"):
         resolve_degrees(Parallelism(tensor_parallel_degree=4), 6)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "num_ranks", "expected"),
+    [
+        # Of rank 1: itself, those that hold other parts of parameters, other rows, other heads.
+        ({"tensor_parallel_degree": 2}, 8, ["1", "01", "01234567", "1357"]),
+        # A ring of its own for cp: its collectives overlap with those of the parameters.
+        (
+            {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
+            4,
+            ["0123", "01", "1", "13", "13"],
+        ),
+        ({"context_parallel_degree": 2}, 2, ["01", "01", "1"]),
+        ({}, 4, ["0123", "1"]),
+    ],
+)
+def test_parts_with_the_same_ranks_share_a_group(
+    degrees: dict[str, Any], num_ranks: int, expected: list[str]
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=num_ranks)
+    try:
+        mesh = build_mesh(resolve_degrees(Parallelism(**degrees), num_ranks), "cpu")
+        ranks = ["".join(map(str, dist.get_process_group_ranks(group))) for group in mesh.groups]
+        assert sorted(ranks) == sorted(expected)
+        groups = {group for cut in mesh.cuts.values() for group in cut.get_all_groups()}
+        assert groups <= set(mesh.groups)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_waits_for_another_of_its_group_waits_as_long_as_asked(ranks: RankPool) -> None:
+    assert ranks.run(2, waits_for_the_other) == ["timed out", "elsewhere"]
+
+
+def waits_for_the_other(world: World) -> str:
+    degrees = resolve_degrees(Parallelism(context_parallel_degree=2), world.size)
+    mesh = build_mesh(degrees, "cpu", timeout_seconds=1)
+    found = "elsewhere"
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            dist.all_reduce(torch.zeros(1), group=mesh.axis("cp").get_group())
+        found = "timed out"
+    dist.barrier()
+    return found
 
 
 def test_blocks_are_compiled_for_more_shapes_than_torch_allows_by_itself() -> None:
