@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from overland.apps.evaluation import evaluate as evaluate_module
 from overland.apps.evaluation import parts as parts_module
-from overland.apps.evaluation.perplexity import Done
-from overland.apps.evaluation.ranks import RowScorer, scorer_for
+from overland.apps.evaluation.parts import WindowRow
+from overland.apps.evaluation.perplexity import Done, row_losses
+from overland.apps.evaluation.ranks import RankedModel
 from overland.apps.evaluation.results import base_of, mark_of_weights, read_results
 from overland.apps.proofs.pool import RankPool
 from overland.cli.eval import about_perplexity
@@ -319,9 +320,8 @@ def test_a_model_of_somebodys_own_is_scored_by_its_logits() -> None:
         def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
             return nn.functional.one_hot(tokens_BS, 8).float()
 
-    scorer = scorer_for(Own(), torch.device("cpu"))
-    assert isinstance(scorer, RowScorer)
-    (loss,) = scorer(np.array([[3, 5]]), np.array([[3, -100]]))
+    ranked = RankedModel(Own(), torch.device("cpu"))
+    (loss,) = row_losses(ranked, [WindowRow(np.array([3, 5]), np.array([3, -100]))])
     assert loss == pytest.approx(float(np.log(np.e + 7) - 1))
 
 

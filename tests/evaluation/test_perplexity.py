@@ -26,8 +26,9 @@ from overland.apps.evaluation.evaluate import (
     sets_for,
     settings_of,
 )
-from overland.apps.evaluation.parts import Cutter, WindowRow, batches, padded, row_of, spans
-from overland.apps.evaluation.perplexity import Done, Sums, total
+from overland.apps.evaluation.parts import Cutter, row_of, spans
+from overland.apps.evaluation.perplexity import Done, Sums, batches, total
+from overland.apps.evaluation.ranks import RankedModel
 from overland.apps.evaluation.results import Record
 from overland.apps.proofs.pool import RankPool
 from overland.data.lanes import IGNORED
@@ -88,17 +89,20 @@ def test_a_token_has_at_least_half_a_context_before_it_once_there_is_one() -> No
         assert first - start >= min(32, first)
 
 
-def test_batches_hold_every_row_once_and_no_more_tokens_than_allowed() -> None:
+def test_batches_hold_every_row_once_and_no_more_tokens_than_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chance = random.Random(1)
     lengths = chance.choices(range(1, 65), k=99)
-    rows = [WindowRow(np.zeros(n, np.int64), np.zeros(n, np.int64)) for n in lengths]
-    found = list(batches(rows, 256))
+    ranked = RankedModel(torch.nn.Identity(), torch.device("cpu"))
+    found = list(batches(ranked, lengths, 256))
     assert sorted(number for batch in found for number in batch) == list(range(99))
     for batch in found:
-        tokens_BS, labels_BS = padded([rows[number] for number in batch])
-        assert tokens_BS.size <= 256
+        labels_BS = ranked.padded([[0] * lengths[number] for number in batch], IGNORED)
+        assert labels_BS.numel() <= 256
         assert (labels_BS != IGNORED).sum() == sum(lengths[number] for number in batch)
-    alike = [{lengths[number] for number in batch} for batch in batches(rows, 256, 40)]
+    monkeypatch.setattr(RankedModel, "stretches_from", 40)
+    alike = [{lengths[number] for number in batch} for batch in batches(ranked, lengths, 256)]
     assert all(len(one) == 1 for one in alike if max(one) > 40)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from overland.apps.evaluation.ranks import RankedModel
 from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore, compare, plant
 from overland.apps.proofs.pool import RankPool
 from overland.errors import ModelError
@@ -40,9 +41,13 @@ def plainly(model: nn.Module, request: Pair, max_length: int) -> TextScore:
     return TextScore(float(rows_NV.gather(1, wanted_N[:, None]).double().sum()), is_greedy)
 
 
+def here(model: nn.Module, **share: int) -> RankedModel:
+    return RankedModel(model, torch.device("cpu"), **share)
+
+
 def assert_plain(model: nn.Module, requests: list[Pair], **settings: Any) -> None:
     max_length = settings.setdefault("max_length", 64)
-    found = scores(ContinuationScorer(model, **settings), requests)
+    found = scores(ContinuationScorer(here(model), **settings), requests)
     assert sorted(found) == list(range(len(requests)))
     for number, request in enumerate(requests):
         wanted = plainly(model, request, max_length)
@@ -100,7 +105,7 @@ def test_greedy_continuations_are_told() -> None:
     answer = tokens[3:]
     other = [*answer[:-1], (answer[-1] + 1) % VOCABULARY]
     requests: list[Pair] = [(prompt, answer), (prompt, other), (prompt, answer[:2])]
-    found = scores(ContinuationScorer(model, max_length=64), requests)
+    found = scores(ContinuationScorer(here(model), max_length=64), requests)
     assert [found[i].is_greedy for i in range(3)] == [True, False, True]
 
 
@@ -155,11 +160,11 @@ def test_a_model_of_somebody_else_is_scored_row_by_row() -> None:
 def test_parts_are_disjoint_and_together_everything() -> None:
     model, requests = tiny(), questions()
     parts = [
-        scores(ContinuationScorer(model, max_length=64, part=part, num_parts=3), requests)
+        scores(ContinuationScorer(here(model, part=part, num_parts=3), max_length=64), requests)
         for part in range(3)
     ]
     assert sum(map(len, parts)) == len(requests)
-    whole = scores(ContinuationScorer(model, max_length=64), requests)
+    whole = scores(ContinuationScorer(here(model), max_length=64), requests)
     joined = {number: score for part in parts for number, score in part.items()}
     assert joined.keys() == whole.keys()
     for number, score in whole.items():
@@ -177,8 +182,8 @@ class Narrow(ContinuationScorer):
 
 def test_a_batch_that_does_not_fit_is_halved() -> None:
     model, requests = tiny(), questions()
-    found = scores(Narrow(model, max_length=64, batch_size=32), requests)
-    assert found.keys() == scores(ContinuationScorer(model, max_length=64), requests).keys()
+    found = scores(Narrow(here(model), max_length=64, batch_size=32), requests)
+    assert found.keys() == scores(ContinuationScorer(here(model), max_length=64), requests).keys()
 
 
 def test_a_broken_model_has_no_scores() -> None:
@@ -187,11 +192,11 @@ def test_a_broken_model_has_no_scores() -> None:
     with torch.no_grad():
         broken.lm_head.weight.fill_(float("nan"))
     with pytest.raises(ModelError, match="not finite"):
-        list(ContinuationScorer(broken, max_length=4).score([([1], [2])]))
+        list(ContinuationScorer(here(broken), max_length=4).score([([1], [2])]))
 
 
 def test_nothing_to_score_is_no_error() -> None:
-    assert list(ContinuationScorer(tiny(), max_length=4).score([])) == []
+    assert list(ContinuationScorer(here(tiny()), max_length=4).score([])) == []
 
 
 def compared(world: World, logits_NV: Tensor, wanted_N: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from overland.apps.evaluation.evaluate import EvaluationRequest, open_session
+from overland.apps.evaluation.ranks import RankedModel
 from overland.apps.evaluation.results import Kept
 from overland.apps.evaluation.score import ContinuationScorer, Pair, TextScore
 from overland.apps.evaluation.task_data import local_files, task_names
@@ -334,6 +335,10 @@ def test_ranks_of_every_layout_give_the_scores_of_one(
 # What goes wrong
 
 
+def here(model: torch.nn.Module) -> RankedModel:
+    return RankedModel(model, torch.device("cpu"))
+
+
 class Counting(ContinuationScorer):
     num_scored = 0
 
@@ -344,7 +349,7 @@ class Counting(ContinuationScorer):
 
 
 def test_a_model_that_is_split_generates_nothing() -> None:
-    scorer = ContinuationScorer(torch.nn.Linear(1, 1), max_length=4)
+    scorer = ContinuationScorer(here(torch.nn.Linear(1, 1)), max_length=4)
     with pytest.raises(ClusterError, match="cannot generate text: omit --shard"):
         TaskRanks(scorer, None, World()).generate([[1]], {})
 
@@ -354,7 +359,7 @@ class Scoring(Fake):
 
     def require_texts(self) -> None:
         TaskRanks(
-            ContinuationScorer(torch.nn.Linear(1, 1), max_length=4), None, World()
+            ContinuationScorer(here(torch.nn.Linear(1, 1)), max_length=4), None, World()
         ).require_texts()
 
 
@@ -394,7 +399,7 @@ def test_a_first_rank_that_fails_says_why_and_waits_for_nobody(
 
     told: list[Any] = []
     monkeypatch.setattr("overland.apps.evaluation.tasks.from_first_rank", told.append)
-    crew = TaskRanks(Failing(torch.nn.Linear(1, 1), max_length=16), None, World(size=2))
+    crew = TaskRanks(Failing(here(torch.nn.Linear(1, 1)), max_length=16), None, World(size=2))
     with pytest.raises(ModelError, match="broken weights"), task_errors("these tasks"):
         crew.score(PAIRS)
     crew.dismiss()
@@ -433,13 +438,13 @@ def test_nothing_is_computed_twice(model: Path) -> None:
     opened = open_model(model, device="cpu")
     pairs: list[Pair] = [([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([1, 2, 3], [4])]
     kept: list[Any] = []
-    scorer = Counting(opened.model, max_length=16)
+    scorer = Counting(here(opened.model), max_length=16)
     crew = TaskRanks(scorer, None, World(), keep=kept.append)
     first = crew.score(pairs)
     assert first[0] == first[2]
     assert scorer.num_scored == 2
     done = [*json.loads(json.dumps(kept)), {"torn": 1}]
-    later = Counting(opened.model, max_length=16)
+    later = Counting(here(opened.model), max_length=16)
     assert TaskRanks(later, None, World(), done=done).score(pairs) == first
     assert later.num_scored == 0
     assert key_of([1], [2, 3]) != key_of([1, 2], [3])

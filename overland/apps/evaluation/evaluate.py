@@ -30,7 +30,7 @@ from overland.apps.evaluation.perplexity import (
     score,
     total,
 )
-from overland.apps.evaluation.ranks import Ranks, RowScorer, open_on_ranks
+from overland.apps.evaluation.ranks import RankedModel, open_on_ranks
 from overland.apps.evaluation.results import (
     Kept,
     Record,
@@ -104,8 +104,7 @@ class EvaluationSession:
 
     asked: EvaluationRequest
     found: Found
-    scorer: RowScorer
-    ranks: Ranks
+    ranked: RankedModel
     world: World
     dtype: torch.dtype
     report: Report
@@ -118,7 +117,7 @@ class EvaluationSession:
         """Returns the results of all ranks."""
         if self.world.size == 1:
             return mine
-        return [one for some in all_of(mine if self.ranks.leads else []) for one in some]
+        return [one for some in all_of(mine if self.ranked.leads else []) for one in some]
 
     def mark_of_weights(self) -> str:
         return mark_of_weights(self.found.path, self.asked.base or base_of(self.found.path))
@@ -159,8 +158,8 @@ def open_session(
     given = Given(asked.base, asked.tokenizer, asked.config, asked.step)
     found = find_model(asked.path, given)
     dtype = dtype_of(asked.dtype, device)
-    scorer, ranks = open_on_ranks(found, world, device, dtype, asked.shard, asked.tensor_parallel)
-    return EvaluationSession(asked, found, scorer, ranks, world, dtype, report)
+    ranked = open_on_ranks(found, world, device, dtype, asked.shard, asked.tensor_parallel)
+    return EvaluationSession(asked, found, ranked, world, dtype, report)
 
 
 def sets_for(session: EvaluationSession) -> list[EvaluationSet]:
@@ -187,7 +186,7 @@ def sets_for(session: EvaluationSession) -> list[EvaluationSet]:
         holdout=kept_share(run, config.data),
         policy=kept_policy(run),
     )
-    return sets_of_run(config, session.scorer.vocab_size, preparer)
+    return sets_of_run(config, session.found.vocab_size, preparer)
 
 
 def settings_of(session: EvaluationSession) -> Settings:
@@ -234,19 +233,18 @@ def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Setti
         settings.stride,
         settings.prefix,
         settings.joined,
-        session.scorer.vocab_size,
+        found.vocab_size,
     )
-    tokens = BATCH_TOKENS.get(session.scorer.device.type, BATCH_TOKENS["cpu"])
+    tokens = BATCH_TOKENS.get(session.ranked.device.type, BATCH_TOKENS["cpu"])
     most = asked.batch_size or max(1, tokens // settings.context)
     expected = asked.limit if asked.limit is not None else one.source.about_documents()
     with _progress(one.name, expected, session) as watch, _memory_in_words(most, settings):
         mine = score(
-            session.scorer,
+            session.ranked,
             cutter.parts(one.documents(asked.limit)),
-            session.ranks,
             batch_tokens=most * settings.context,
             done=done,
-            keep=lambda part: kept.add(part.to_json()) if session.ranks.leads else None,
+            keep=lambda part: kept.add(part.to_json()) if session.ranked.leads else None,
             watch=watch,
         )
     sums = total([*done, *session.gathered(mine)])

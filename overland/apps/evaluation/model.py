@@ -92,6 +92,11 @@ class Found:
     context: int
     end_ids: tuple[int, ...]
 
+    @property
+    def vocab_size(self) -> int | None:
+        found: int | None = getattr(self.architecture, "vocab_size", None)
+        return found
+
 
 @dataclass(frozen=True)
 class Given:

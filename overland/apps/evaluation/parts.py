@@ -1,5 +1,5 @@
 """Cuts documents into windows (context, stride) and parts, the unit that one rank computes at a
-time and saves when it is done. Also decides which windows share a batch.
+time and saves when it is done.
 
 A part is a sequence of documents, or a sequence of windows of a long document. Where parts begin
 and end, and which rows of a part share a batch, depends only on the documents. So any number of
@@ -69,36 +69,6 @@ def row_of(ids: Ids, span: Span, counts: npt.NDArray[np.bool_] | None = None) ->
     return WindowRow(ids[start:stop], labels)
 
 
-def batches(
-    rows: Sequence[WindowRow], most_tokens: int, alike_from: int | None = None
-) -> Iterator[list[int]]:
-    """Yields the numbers of rows that form a batch: rows of similar length, longest first, with at
-    most `most_tokens` including padding (or a single row). Rows longer than `alike_from` are only
-    batched with rows of the same length, since padding would change what the model computes."""
-    batch: list[int] = []
-    for number in sorted(range(len(rows)), key=lambda number: (-len(rows[number].tokens), number)):
-        longest = len(rows[batch[0]].tokens) if batch else 0
-        is_other = alike_from is not None and alike_from < longest != len(rows[number].tokens)
-        if batch and (is_other or longest * (len(batch) + 1) > most_tokens):
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch
-
-
-def padded(rows: Sequence[WindowRow], multiple: int = 1) -> tuple[Ids, Ids]:
-    """Returns the tokens and labels of a batch. Padding is at the end of rows, where causal
-    attention cannot see it, and has no labels. The length is a multiple of `multiple`."""
-    length = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
-    tokens_BS = np.zeros((len(rows), length), np.int64)
-    labels_BS = np.full((len(rows), length), IGNORED, np.int64)
-    for number, row in enumerate(rows):
-        tokens_BS[number, : len(row.tokens)] = row.tokens
-        labels_BS[number, : len(row.labels)] = row.labels
-    return tokens_BS, labels_BS
-
-
 @dataclass(frozen=True)
 class WindowRows:
     """The windows of a part's documents."""
@@ -106,8 +76,9 @@ class WindowRows:
     rows: list[WindowRow]
     unscored: int = 0
     """First tokens of documents, which have nothing to be predicted from."""
-    num_bytes: int | None = 0
-    num_words: int | None = 0
+    texts: Sequence[str] | None = ()
+    """The documents that begin in this part; None for conversations, of which only some tokens are
+    scored."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +166,7 @@ class Cutter:
         if not is_start:
             return WindowRows(rows)
         unscored = sum(map(self._unscored, documents, found))
-        return WindowRows(rows, unscored, *self._measure(documents, found))
+        return WindowRows(rows, unscored, self._texts(documents, found))
 
     def _joined(self, documents: Iterable[Document]) -> Iterator[EvaluationPart]:
         """Yields parts of one long text; all ranks tokenize all of it, some documents at a time."""
@@ -230,7 +201,7 @@ class Cutter:
 
         def make() -> WindowRows:
             some = [row for row in rows if row.num_scored]
-            return WindowRows(some, unscored, *self._measure(those, encoded))
+            return WindowRows(some, unscored, self._texts(those, encoded))
 
         return EvaluationPart(number, len(those), make)
 
@@ -274,21 +245,14 @@ class Cutter:
             return 0
         return 0 if document.is_bare and self.prefix is not None else 1
 
-    def _measure(
-        self, documents: Sequence[Document], found: Sequence[Ids]
-    ) -> tuple[int | None, int | None]:
-        """Returns the bytes and words of the texts, or of decoded token ids; None for
-        conversations, of which only some tokens are scored."""
-        num_bytes = num_words = 0
-        for document, ids in zip(documents, found, strict=True):
-            if document.counts is not None:
-                return None, None
-            text = (
-                document.text if document.text is not None else self.tokenizer.decode(ids.tolist())
-            )
-            num_bytes += len(text.encode("utf-8", "replace"))
-            num_words += len(text.split())
-        return num_bytes, num_words
+    def _texts(self, documents: Sequence[Document], found: Sequence[Ids]) -> list[str] | None:
+        """Returns the texts of documents, or those that their token ids stand for."""
+        if any(document.counts is not None for document in documents):
+            return None
+        return [
+            self.tokenizer.decode(ids.tolist()) if document.text is None else document.text
+            for document, ids in zip(documents, found, strict=True)
+        ]
 
 
 class JoinedDocuments:

@@ -13,19 +13,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from overland.apps.evaluation.parts import IGNORED, EvaluationPart, batches, padded
-from overland.apps.evaluation.ranks import Ranks, RowScorer
-from overland.errors import DataError
+from overland.apps.evaluation.parts import EvaluationPart, WindowRow, WindowRows
+from overland.apps.evaluation.ranks import RankedModel
+from overland.data.lanes import IGNORED
+from overland.errors import DataError, ModelError
+from overland.models.loss import OutputMatrix
 from overland.world.records import record
 
 KIND = "perplexity"
 PROGRESS_SECONDS = 0.2
+NOTHING = WindowRow(np.zeros(1, np.int64), np.full(1, IGNORED))
 
 Watch = Callable[["Sums"], None]
 """Called from time to time with what this rank has processed so far."""
@@ -107,9 +113,8 @@ def figures(sums: Sums) -> dict[str, float | None]:
 
 
 def score(
-    scorer: RowScorer,
+    ranked: RankedModel,
     parts: Iterable[EvaluationPart],
-    ranks: Ranks,
     *,
     batch_tokens: int,
     done: Iterable[Done] = (),
@@ -117,24 +122,23 @@ def score(
     watch: Watch = lambda sums: None,
 ) -> list[Done]:
     """Scores this rank's share of the unfinished parts, and returns it."""
-    before = {one.part: one.sums for one in done}
+    before = {one.part for one in done}
     found: list[Done] = []
-    work = _batches(_share(parts, ranks, before, watch), scorer, batch_tokens, found, keep)
+    work = _batches(ranked, _share(ranked, parts, before, watch), batch_tokens, found, keep)
     while True:
         batch = next(work, None)
-        if not ranks.goes_on(batch is not None):
+        if not ranked.goes_on(batch is not None):
             return found
         if batch is None:  # the others need this rank's shard of the parameters
-            nothing = np.zeros((1, scorer.multiple), np.int64)
-            scorer(nothing, np.full_like(nothing, IGNORED))
+            row_losses(ranked, [NOTHING])
             continue
         rows, losses, numbers = batch
-        for number, loss in zip(numbers, scorer(*padded(rows, scorer.multiple)), strict=True):
+        for number, loss in zip(numbers, row_losses(ranked, rows), strict=True):
             losses[number] = loss
 
 
 def _share(
-    parts: Iterable[EvaluationPart], ranks: Ranks, done: Mapping[int, Sums], watch: Watch
+    ranked: RankedModel, parts: Iterable[EvaluationPart], done: Collection[int], watch: Watch
 ) -> Iterator[EvaluationPart]:
     """Assigns the remaining parts to the ranks in turn. All ranks read all documents, but tokenize
     only their own."""
@@ -142,7 +146,7 @@ def _share(
     for part in parts:
         passed.documents += part.num_documents
         if part.number not in done:
-            if turn % ranks.size == ranks.rank:
+            if turn % ranked.num_parts == ranked.part:
                 yield part
             turn += 1
         if (now := time.monotonic()) - last > PROGRESS_SECONDS:
@@ -151,29 +155,75 @@ def _share(
 
 
 def _batches(
+    ranked: RankedModel,
     parts: Iterable[EvaluationPart],
-    scorer: RowScorer,
     batch_tokens: int,
     found: list[Done],
     keep: Callable[[Done], None],
-) -> Iterator[tuple[Sequence[Any], list[float], list[int]]]:
+) -> Iterator[tuple[Sequence[WindowRow], list[float], list[int]]]:
     """Yields rows, the list that receives their losses, and their indices in it. A part is done
     when all its losses are known."""
     for part in parts:
         made = part.make()
         losses = [0.0] * len(made.rows)
-        for numbers in batches(made.rows, batch_tokens, scorer.stretches_from):
+        lengths = [len(row.tokens) for row in made.rows]
+        for numbers in batches(ranked, lengths, batch_tokens):
             yield [made.rows[number] for number in numbers], losses, numbers
-        sums = Sums(
-            part.num_documents,
-            sum(row.num_scored for row in made.rows),
-            made.unscored,
-            made.num_bytes,
-            made.num_words,
-            math.fsum(losses),
-        )
-        found.append(Done(part.number, sums))
+        found.append(Done(part.number, _sums_of(part, made, losses)))
         keep(found[-1])
+
+
+def batches(ranked: RankedModel, lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Yields the numbers of rows that form a batch: rows of similar length, longest first, with at
+    most `most_tokens` including padding (or a single row)."""
+    left = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    while left:
+        longest_first = [lengths[number] for number in left]
+        count = ranked.num_together(longest_first, max(1, most_tokens // longest_first[0]))
+        yield left[:count]
+        left = left[count:]
+
+
+def _sums_of(part: EvaluationPart, made: WindowRows, losses: Iterable[float]) -> Sums:
+    texts = made.texts
+    return Sums(
+        part.num_documents,
+        sum(row.num_scored for row in made.rows),
+        made.unscored,
+        None if texts is None else sum(len(text.encode("utf-8", "replace")) for text in texts),
+        None if texts is None else sum(len(text.split()) for text in texts),
+        math.fsum(losses),
+    )
+
+
+@torch.no_grad()
+def row_losses(ranked: RankedModel, rows: Sequence[WindowRow]) -> list[float]:
+    """Returns the summed loss of each row of a batch, in float64."""
+    tokens_BS = ranked.padded([row.tokens for row in rows])
+    labels_BS = ranked.padded([row.labels for row in rows], IGNORED)
+    positions_1S = torch.arange(tokens_BS.shape[1], device=ranked.device)[None]
+    model: Any = ranked.model
+    if hasattr(model, "objective"):
+        model.objective = RowLosses()
+        sums_B = model(tokens_BS, positions_1S, labels_BS=labels_BS)
+    else:  # a custom model, whose head only computes its own loss
+        logits_NV = model(tokens_BS, positions_1S).flatten(0, 1)
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        losses_N = F.cross_entropy(
+            logits_NV.to(wide), labels_BS.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        sums_B = losses_N.view(labels_BS.shape).double().sum(1)
+    if not bool(sums_B.isfinite().all()):
+        raise ModelError("the model's predictions are not finite: its weights are broken")
+    found: list[float] = sums_B.tolist()
+    return found
+
+
+class RowLosses:
+    """An objective for the head: the summed loss of each row."""
+
+    def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        return head.token_losses(hidden_BSD, fields["labels_BS"]).double().sum(1)
 
 
 def require_some(sums: Sums, name: str, may_prefix: bool = False) -> None:

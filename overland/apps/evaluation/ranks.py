@@ -1,5 +1,5 @@
-"""How ranks share an evaluation (copies, sharded, tensor): opens a model on them, and computes the
-loss of rows of tokens.
+"""How ranks share an evaluation (copies, sharded, tensor): opens a model on them, and decides which
+rows share a batch.
 
 copies      each rank has the whole model and evaluates its own documents; ranks communicate only
             at the end
@@ -10,21 +10,20 @@ tensor      neighboring ranks split each matrix and evaluate the same documents
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overland.apps.evaluation.documents import Ids
-from overland.apps.evaluation.score import stretches_from
 from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
-from overland.data.lanes import IGNORED
 from overland.errors import ModelError
+from overland.models.decoder import Decoder
 from overland.models.init import cast_floats, init_buffers
 from overland.models.structure import tie
 from overland.parallel.apply import parallelize, require_splittable
@@ -36,15 +35,21 @@ from overland.world import World
 
 if TYPE_CHECKING:
     from overland.apps.evaluation.model import Found
-    from overland.models.loss import OutputMatrix
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """This rank's share of the documents, and how it works with other ranks."""
+class RankedModel:
+    """A model in eval mode, or this rank's share of it, and which part of an evaluation this rank
+    does, alone or together with others."""
 
-    rank: int = 0
-    size: int = 1
+    model: nn.Module
+    device: torch.device
+    multiple: int = 1
+    """Row lengths must be a multiple of this, since tensor parallelism splits rows between
+    blocks."""
+    part: int = 0
+    num_parts: int = 1
+    """Number of parts that the documents are divided into."""
     leads: bool = True
     """Whether this rank reports for the ranks that evaluate the same documents."""
     in_step: bool = False
@@ -58,55 +63,29 @@ class Ranks:
         dist.all_reduce(some, dist.ReduceOp.MAX)
         return bool(some)
 
-
-@dataclass(frozen=True)
-class RowScorer:
-    """Computes the summed loss of each row of a batch, in float64."""
-
-    model: nn.Module
-    device: torch.device
-    vocab_size: int | None = None
-    multiple: int = 1
-    """Row lengths must be a multiple of this, since tensor parallelism splits rows between
-    blocks."""
-
     @property
     def stretches_from(self) -> int | None:
         """The length beyond which rotary angles depend on the row's length, padding included."""
-        return stretches_from(self.model)
+        model = self.model
+        if not isinstance(model, Decoder) or model.config.rope.rope_type != "dynamic":
+            return None
+        return model.config.max_position_embeddings
 
-    @torch.no_grad()
-    def __call__(self, tokens_BS: Ids, labels_BS: Ids) -> list[float]:
-        tokens = torch.from_numpy(tokens_BS).to(self.device)
-        labels = torch.from_numpy(labels_BS).to(self.device)
-        positions = torch.arange(tokens.shape[1], device=self.device)[None]
-        if hasattr(self.model, "objective"):
-            sums_B = self.model(tokens, positions, labels_BS=labels)
-        else:  # a custom model, whose head only computes its own loss
-            logits_NV = self.model(tokens, positions).flatten(0, 1)
-            wide = torch.promote_types(logits_NV.dtype, torch.float32)
-            losses_N = F.cross_entropy(
-                logits_NV.to(wide), labels.flatten(), ignore_index=IGNORED, reduction="none"
-            )
-            sums_B = losses_N.view(labels.shape).double().sum(1)
-        if not bool(sums_B.isfinite().all()):
-            raise ModelError("the model's predictions are not finite: its weights are broken")
-        found: list[float] = sums_B.tolist()
-        return found
+    def num_together(self, lengths: Sequence[int], most: int) -> int:
+        """Returns how many of these rows, the longest first, form a batch: at most `most`. Where
+        padding would change what the model computes, only rows of the same length do."""
+        if self.stretches_from is not None and lengths[0] > self.stretches_from:
+            lengths = [one for one in lengths if one == lengths[0]]
+        return min(most, len(lengths))
 
-
-class RowLosses:
-    """An objective for the head: the summed loss of each row."""
-
-    def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        return head.token_losses(hidden_BSD, fields["labels_BS"]).double().sum(1)
-
-
-def scorer_for(model: nn.Module, device: torch.device, architecture: Any = None) -> RowScorer:
-    """Returns a scorer for a model that is entirely on this device."""
-    if hasattr(model, "objective"):
-        model.objective = RowLosses()  # type: ignore[assignment]
-    return RowScorer(model, device, getattr(architecture, "vocab_size", None))
+    def padded(self, rows: Sequence[Sequence[int] | Ids], filler: int = 0) -> Tensor:
+        """Returns a batch on the device. Padding is at the end of rows, where causal attention
+        cannot see it."""
+        length = -(-max(map(len, rows)) // self.multiple) * self.multiple
+        table_BS = np.full((len(rows), length), filler, np.int64)
+        for row_S, values in zip(table_BS, rows, strict=True):
+            row_S[: len(values)] = values
+        return torch.from_numpy(table_BS).to(self.device)
 
 
 def open_on_ranks(
@@ -116,7 +95,7 @@ def open_on_ranks(
     dtype: torch.dtype,
     shard: bool = False,
     tensor_parallel: int = 1,
-) -> tuple[RowScorer, Ranks]:
+) -> RankedModel:
     """Builds the model across all ranks, and fills each rank's part from the files."""
     is_split = world.size > 1 and (shard or tensor_parallel > 1)
     mesh = _mesh(world, device, shard, tensor_parallel) if is_split else None
@@ -130,12 +109,17 @@ def open_on_ranks(
     tie(model)
     init_buffers(model, device)
     found.weights.fill(model, local_part)
-    scorer = scorer_for(model.eval(), device, found.architecture)
     if mesh is None:
-        return scorer, Ranks(world.rank, world.size)
-    scorer = replace(scorer, multiple=tensor_parallel)
-    leads = mesh.rank("tp") == 0
-    return scorer, Ranks(mesh.dp_rank, mesh.dp_size, leads, in_step=mesh.degrees.dp_shard > 1)
+        return RankedModel(model.eval(), device, part=world.rank, num_parts=world.size)
+    return RankedModel(
+        model.eval(),
+        device,
+        tensor_parallel,
+        mesh.dp_rank,
+        mesh.dp_size,
+        leads=mesh.rank("tp") == 0,
+        in_step=mesh.degrees.dp_shard > 1,
+    )
 
 
 def _mesh(world: World, device: torch.device, shard: bool, tensor_parallel: int) -> Mesh:

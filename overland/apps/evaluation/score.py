@@ -17,7 +17,7 @@ only if they are a prefix of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 
+from overland.apps.evaluation.ranks import RankedModel
 from overland.errors import ModelError
 from overland.models.attention import Mask
 from overland.models.decoder import Decoder
@@ -71,62 +72,38 @@ class ScoredRow:
 
 
 class ContinuationScorer:
-    """Scores continuations with a model that is whole on this device, or with this rank's part."""
+    """Scores continuations: this rank's part of them, of about equal work."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        max_length: int,
-        batch_size: int | None = None,
-        device: torch.device | None = None,
-        multiple: int = 1,
-        part: int = 0,
-        num_parts: int = 1,
-        goes_on: Callable[[bool], bool] = bool,
+        self, ranked: RankedModel, *, max_length: int, batch_size: int | None = None
     ) -> None:
         """`batch_size` is a number of rows; without it, it is chosen by their length. It is halved
-        when memory runs out. This scorer does one of `num_parts` parts of about equal work;
-        `goes_on` returns whether there is a forward pass to run, for its own rows or together with
-        other ranks. Rows are padded to a multiple of `multiple`."""
-        self.model = model
-        self.max_length = max_length
-        self.batch_size = batch_size
-        self.device = device or next(model.parameters()).device
-        self.multiple, self.goes_on = multiple, goes_on
-        self.part, self.num_parts = part, num_parts
-        self.stretches_from = stretches_from(model)
-        self.longest_tree = min(LONGEST_TREE, self.stretches_from or LONGEST_TREE)
-        if not isinstance(model, Decoder):
-            self.longest_tree = 0
-        self.tokens_at_once = TOKENS_AT_ONCE.get(self.device.type, TOKENS_AT_ONCE["cuda"])
+        when memory runs out."""
+        self.ranked, self.max_length, self.batch_size = ranked, max_length, batch_size
+        self.longest_tree = 0
+        if isinstance(ranked.model, Decoder):
+            self.longest_tree = min(LONGEST_TREE, ranked.stretches_from or LONGEST_TREE)
+        self.tokens_at_once = TOKENS_AT_ONCE.get(ranked.device.type, TOKENS_AT_ONCE["cuda"])
 
     def score(self, requests: Sequence[Pair]) -> Iterator[list[tuple[int, TextScore]]]:
         """Yields batches of (number of the request, its score), the longest first."""
         planted = plant(requests, self.max_length, self.longest_tree)
         rows = sorted(planted, key=len, reverse=True)
-        mine, start = rows[self.part :: self.num_parts], 0
-        while self.goes_on(start < len(mine)):
-            if start >= len(mine):  # other ranks still need this one in their pass
+        mine = rows[self.ranked.part :: self.ranked.num_parts]
+        while self.ranked.goes_on(bool(mine)):
+            if not mine:  # other ranks still need this one in their pass
                 self._score_rows(rows[-1:])
                 continue
-            stop = self._stop(mine, start)
+            longest = len(mine[0])
+            most = self.batch_size or max(1, self.tokens_at_once // longest)
+            count = self.ranked.num_together([len(row) for row in mine[:most]], most)
             try:
-                scores = self._score_rows(mine[start:stop])
+                scores = self._score_rows(mine[:count])
             except torch.OutOfMemoryError:
-                self._take_less(stop - start, len(mine[start]))
+                self._take_less(count, longest)
                 continue
             yield scores
-            start = stop
-
-    def _stop(self, rows: list[ScoredRow], start: int) -> int:
-        """Returns where the batch that starts here ends."""
-        longest = len(rows[start])
-        num_rows = self.batch_size or max(1, self.tokens_at_once // longest)
-        stop = min(start + num_rows, len(rows))
-        if self.stretches_from is not None and longest > self.stretches_from:
-            return next((i for i in range(start, stop) if len(rows[i]) < longest), stop)
-        return stop
+            mine = mine[count:]
 
     def _take_less(self, num_rows: int, length: int) -> None:
         if num_rows == 1:
@@ -143,21 +120,21 @@ class ContinuationScorer:
         """Runs one forward pass, and computes logits only where a token is predicted."""
         places = [(b, p) for b, row in enumerate(rows) for _, some, _ in row.asked for p in some]
         wanted = [token for row in rows for _, _, some in row.asked for token in some]
-        rows_N, places_N = torch.tensor(places, device=self.device).unbind(1)
-        wanted_N = torch.tensor(wanted, device=self.device)
-        tokens_BS = self._padded([row.tokens for row in rows])
-        if isinstance(self.model, Decoder):
-            depths_BS = self._padded([row.depths for row in rows])
+        model, device = self.ranked.model, self.ranked.device
+        rows_N, places_N = torch.tensor(places, device=device).unbind(1)
+        wanted_N = torch.tensor(wanted, device=device)
+        tokens_BS = self.ranked.padded([row.tokens for row in rows])
+        if isinstance(model, Decoder):
+            depths_BS = self.ranked.padded([row.depths for row in rows])
             fields = {"rows_N": rows_N, "places_N": places_N, "wanted_N": wanted_N}
             ends_BS = None
             if not all(row.is_chain for row in rows):
-                ends_BS = self._padded([row.ends for row in rows])
-            with predicting(self.model, ends_BS, depths_BS):
+                ends_BS = self.ranked.padded([row.ends for row in rows])
+            with predicting(model, ends_BS, depths_BS):
                 # Labels select the objective, which uses its own fields instead.
-                predicted_2N = self.model(tokens_BS, depths_BS, labels_BS=tokens_BS, **fields)
+                predicted_2N = model(tokens_BS, depths_BS, labels_BS=tokens_BS, **fields)
         else:
-            logits_NV = self.model(tokens_BS)[rows_N, places_N]
-            predicted_2N = compare(logits_NV, wanted_N)
+            predicted_2N = compare(model(tokens_BS)[rows_N, places_N], wanted_N)
         return self._collect(rows, *predicted_2N)
 
     def _collect(
@@ -175,14 +152,6 @@ class ContinuationScorer:
                 )
                 start += len(places)
         return scores
-
-    def _padded(self, lists: list[list[int]]) -> Tensor:
-        """Pads rows at the end, where no token that counts can see it."""
-        longest = -(-max(map(len, lists)) // self.multiple) * self.multiple
-        table = np.zeros((len(lists), longest), np.int64)
-        for row, values in zip(table, lists, strict=True):
-            row[: len(values)] = values
-        return torch.from_numpy(table).to(self.device)
 
 
 def plant(requests: Sequence[Pair], max_length: int, longest_tree: int) -> Iterator[ScoredRow]:
@@ -238,14 +207,6 @@ def num_shared(one: Ids, other: Ids) -> int:
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
-
-
-def stretches_from(model: nn.Module) -> int | None:
-    """Returns the length beyond which this model's rotary angles depend on the row's length, so
-    that a row must not be longer than its sequence."""
-    if not isinstance(model, Decoder) or model.config.rope.rope_type != "dynamic":
-        return None
-    return model.config.max_position_embeddings
 
 
 class Predictions:

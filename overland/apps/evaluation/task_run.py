@@ -13,10 +13,8 @@ import json
 import logging
 import math
 import os
-import random
 import signal
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -45,8 +43,7 @@ from overland.world.signals import SIGNALS
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 BOOTSTRAP = 100_000  # the harness's default
-INDEX_FORMAT = 1
-SEEDS = (0, 1234, 1234, 1234)  # for Python, NumPy, torch and few-shot examples, as in the harness
+INDEX_FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,29 +83,35 @@ def no_network() -> None:
 
 
 def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any]:
-    """Does what the harness's own `simple_evaluate` does, without probing the machine."""
-    import numpy as np
-    import torch
-    from lm_eval.evaluator import evaluate
+    """Calls the harness's own `simple_evaluate`, without probing the machine."""
+    from lm_eval import evaluator
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     end_children_silently()
     include = None if settings.include_path is None else Path(settings.include_path)
     manager = open_manager(settings.tasks, include)
-    python, numpy, pytorch, examples = SEEDS
-    random.seed(python)
-    np.random.seed(numpy)
-    torch.manual_seed(pytorch)
-    started = time.time()
-    loaded = load_tasks(manager, settings.tasks, root)
-    for task in loaded["tasks"].values():
-        adjust(task, settings, examples)
-    if any(task.OUTPUT_TYPE == "generate_until" for task in loaded["tasks"].values()):
-        model.engine.require_texts()  # fail now, not after everything else was scored
-    with task_errors("these tasks"), quiet(), unbounded():
-        results = evaluate(
-            lm=model,
-            task_dict=loaded,
+
+    def load(names: Iterable[str]) -> dict[str, Any]:
+        loaded = load_tasks(manager, names, root)
+        if any(task.OUTPUT_TYPE == "generate_until" for task in loaded["tasks"].values()):
+            model.engine.require_texts()  # fail now, not after everything else was scored
+        return loaded
+
+    facts = {"pretrained": model.facts.get("model_path"), "dtype": settings.dtype}
+    with (
+        task_errors("these tasks"),
+        quiet(),
+        unbounded(),
+        patch.object(evaluator, "add_env_info", lambda results: None),
+        patch.object(evaluator, "get_git_commit_hash", lambda: None),
+    ):
+        results: dict[str, Any] = evaluator.simple_evaluate(
+            model=model,
+            model_args=facts,
+            tasks=settings.tasks,
+            task_manager=SimpleNamespace(load=load, task_index=manager.task_index),
+            num_fewshot=settings.num_fewshot,
+            gen_kwargs=settings.gen_kwargs,
             limit=settings.limit,
             log_samples=settings.log_samples,
             bootstrap_iters=settings.bootstrap,
@@ -117,19 +120,7 @@ def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any
             fewshot_as_multiturn=settings.multiturn,
             confirm_run_unsafe_code=settings.unsafe_code,
         )
-    results["config"] = {
-        "model": "overland",
-        "model_args": {"pretrained": model.facts.get("model_path"), "dtype": settings.dtype},
-        **model.get_model_info(),
-        "limit": settings.limit,
-        "bootstrap_iters": settings.bootstrap,
-        "gen_kwargs": settings.gen_kwargs,
-        "random_seed": python,
-        "numpy_seed": numpy,
-        "torch_seed": pytorch,
-        "fewshot_seed": examples,
-    }
-    results["date"] = started
+    results["config"]["model"] = "overland"
     results["eot_token_id"], results["max_length"] = model.eot_token_id, model.max_length
     return results
 
@@ -185,22 +176,6 @@ def load_tasks(manager: Any, names: Iterable[str], root: Path) -> dict[str, Any]
             for kind, some in manager.load([name]).items():
                 loaded[kind] |= some
     return loaded
-
-
-def adjust(task: Any, settings: TaskSettings, seed: int) -> None:
-    """Applies options to a task by the harness's rules: a task that is defined without few-shot
-    examples gets none."""
-    if settings.gen_kwargs and task.get_config("output_type") == "generate_until":
-        from lm_eval.utils import simple_parse_args_string
-
-        wanted = simple_parse_args_string(settings.gen_kwargs)
-        task.set_config(key="generation_kwargs", value=wanted, update=True)
-    own = task.get_config("num_fewshot")
-    if settings.num_fewshot is not None and own != 0:
-        task.set_config(key="num_fewshot", value=settings.num_fewshot)
-    elif own is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=seed)
 
 
 @contextmanager
@@ -362,30 +337,18 @@ def marks(root: Path) -> Iterator[tuple[str, int, int]]:
 def read_index(place: Path) -> dict[str, Any] | None:
     from lm_eval.tasks._index import Entry, Kind
 
+    def entry(name: str, kind: str, yaml_path: str | None, tags: list[str], cfg: Any) -> Entry:
+        return Entry(name, Kind[kind], Path(yaml_path) if yaml_path else None, cfg, set(tags))
+
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return {
-            one["name"]: Entry(
-                one["name"],
-                Kind[one["kind"]],
-                Path(one["path"]) if one["path"] else None,
-                one["config"],
-                set(one["tags"]),
-            )
-            for one in json.loads(place.read_text("utf-8"))
-        }
+        return {one["name"]: entry(**one) for one in json.loads(place.read_text("utf-8"))}
     return None
 
 
 def write_index(place: Path, index: dict[str, Any]) -> None:
     entries = [
-        {
-            "name": name,
-            "kind": entry.kind.name,
-            "path": None if entry.yaml_path is None else str(entry.yaml_path),
-            "config": entry.cfg,
-            "tags": sorted(entry.tags),
-        }
-        for name, entry in index.items()
+        {**vars(entry), "kind": entry.kind.name, "tags": sorted(entry.tags)}
+        for entry in index.values()
     ]
     with suppress(OSError, ValueError, TypeError):
         place.parent.mkdir(parents=True, exist_ok=True)

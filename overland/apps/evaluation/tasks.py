@@ -121,20 +121,13 @@ def crew_of(
     kept: Kept,
     done: Iterable[Mapping[str, Any]],
 ) -> TaskRanks:
-    ranks = session.ranks
+    ranked = session.ranked
     scorer = ContinuationScorer(
-        session.scorer.model,
-        max_length=settings.context,
-        batch_size=session.asked.batch_size,
-        device=session.scorer.device,
-        multiple=session.scorer.multiple,
-        part=ranks.rank,
-        num_parts=ranks.size,
-        goes_on=ranks.goes_on,
+        ranked, max_length=settings.context, batch_size=session.asked.batch_size
     )
-    is_whole = ranks.size == session.world.size and not ranks.in_step
+    is_whole = ranked.num_parts == session.world.size and not ranked.in_step
     texts = partial(task_texts, session, settings.context) if is_whole else None
-    return TaskRanks(scorer, texts, session.world, leads=ranks.leads, keep=kept.add, done=done)
+    return TaskRanks(scorer, texts, session.world, keep=kept.add, done=done)
 
 
 def harness_model(session: EvaluationSession, settings: TaskSettings, crew: TaskRanks) -> Any:
@@ -161,7 +154,7 @@ def harness_model(session: EvaluationSession, settings: TaskSettings, crew: Task
         add_bos=settings.add_bos,
         template=settings.chat_template or DEFAULT,
         facts={
-            "model_num_parameters": sum(p.numel() for p in session.scorer.model.parameters()),
+            "model_num_parameters": sum(p.numel() for p in session.ranked.model.parameters()),
             "model_dtype": settings.dtype,
             "model_path": str(session.found.path),
             "model_step": session.found.step,
@@ -177,15 +170,15 @@ def task_texts(
     settings: dict[str, Any],
 ) -> Iterator[list[tuple[int, str]]]:
     """Generates completions for this rank's share of the prompts."""
-    found, device, ranks = session.found, session.scorer.device, session.ranks
+    found, ranked = session.found, session.ranked
     opened = OpenModel(
-        session.scorer.model, found.tokenizer, found.config, context, found.path, found.step,
-        found.end_ids, session.dtype, device,
+        ranked.model, found.tokenizer, found.config, context, found.path, found.step,
+        found.end_ids, session.dtype, ranked.device,
     )  # fmt: skip
     sampling = sampling_of(settings)
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    mine = order[ranks.rank :: ranks.size]
-    usual = ROWS_AT_ONCE.get(device.type, ROWS_AT_ONCE["cuda"])
+    mine = order[ranked.part :: ranked.num_parts]
+    usual = ROWS_AT_ONCE.get(ranked.device.type, ROWS_AT_ONCE["cuda"])
     # Sampling depends on the prompt's number, which must not depend on what remains to be done.
     size = (session.asked.batch_size or usual) if sampling.is_greedy else 1
     stop = [one for one in settings["until"] if one]
@@ -241,14 +234,12 @@ class TaskRanks:
         texts: Texts | None,
         world: World,
         *,
-        leads: bool = True,
         keep: Callable[[Mapping[str, Any]], None] = lambda record: None,
         done: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """`texts` generates text, if this layout can; `leads` is whether this rank reports for
-        those that compute the same; `done` is what `keep` saved of an interrupted evaluation."""
-        self.scorer, self.texts, self.world = scorer, texts, world
-        self.leads, self.keep = leads, keep
+        """`texts` generates text, if this layout can; `done` is what `keep` saved of an interrupted
+        evaluation."""
+        self.scorer, self.texts, self.world, self.keep = scorer, texts, world, keep
         self._is_waited_for = False
         """Whether the other ranks are computing, and waiting for this rank's share."""
         self.known: dict[str, Any] = {}
@@ -323,10 +314,10 @@ class TaskRanks:
         found: dict[str, Any] = {}
         for batch in self._batches(kind, requests, keys, settings):
             values = {keys[number]: value for number, value in batch}
-            if self.leads:
+            if self.scorer.ranked.leads:
                 self.keep({"done": values})
                 found |= values
-            advance(len(values) * self.scorer.num_parts)
+            advance(len(values) * self.scorer.ranked.num_parts)
         return found
 
     def _batches(

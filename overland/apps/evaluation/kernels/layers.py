@@ -37,14 +37,10 @@ def gated(x_BD: Tensor, weight_2FD: Tensor, bias_2F: Tensor | None = None) -> Te
 
         return triton_inference.gated(x_BD, weight_2FD)
     both_B2F = F.linear(x_BD, weight_2FD, bias_2F)
-    if not _takes(x_BD):
-        return silu_times_plain(both_B2F)
-    from overland.apps.evaluation.kernels import triton_inference
+    if _takes(x_BD):
+        from overland.apps.evaluation.kernels import triton_inference
 
-    return triton_inference.silu_times(both_B2F)
-
-
-def silu_times_plain(both_B2F: Tensor) -> Tensor:
+        return triton_inference.silu_times(both_B2F)
     gate_BF, up_BF = both_B2F.chunk(2, dim=1)
     return F.silu(gate_BF) * up_BF
 
@@ -53,16 +49,10 @@ def add_norm(
     x_BD: Tensor, more_BD: Tensor | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Returns x + more, and its RMSNorm."""
-    if not _takes(x_BD):
-        return add_norm_plain(x_BD, more_BD, weight_D, eps)
-    from overland.apps.evaluation.kernels import triton_inference
+    if _takes(x_BD):
+        from overland.apps.evaluation.kernels import triton_inference
 
-    return triton_inference.add_norm(x_BD, more_BD, weight_D, eps)
-
-
-def add_norm_plain(
-    x_BD: Tensor, more_BD: Tensor | None, weight_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+        return triton_inference.add_norm(x_BD, more_BD, weight_D, eps)
     if more_BD is not None:
         x_BD = x_BD + more_BD
     return x_BD, rms_norm(x_BD, weight_D, eps)
@@ -104,14 +94,10 @@ class Heads:
 def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads) -> Tensor:
     """Processes rows from their first token on: writes their keys and values, and returns the
     queries, [B, S, H, d]."""
-    if not _takes(qkv_BSE):
-        return begin_plain(qkv_BSE, keys_BKTd, values_BKTd, heads)
-    from overland.apps.evaluation.kernels import triton_cached_attention
+    if _takes(qkv_BSE):
+        from overland.apps.evaluation.kernels import triton_cached_attention
 
-    return triton_cached_attention.begin(qkv_BSE, keys_BKTd, values_BKTd, *heads.turns)
-
-
-def begin_plain(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads) -> Tensor:
+        return triton_cached_attention.begin(qkv_BSE, keys_BKTd, values_BKTd, *heads.turns)
     seq_len = qkv_BSE.shape[1]
     q_BSHd, k_BSKd, v_BSKd = _turned(
         qkv_BSE, keys_BKTd, heads.cos_Td[None, :seq_len], heads.sin_Td[None, :seq_len], heads
@@ -126,18 +112,12 @@ def attend(
 ) -> Tensor:
     """Returns [B, H d]; writes the new keys and values. `qkv_BE` holds the heads of the queries,
     then those of the keys, then those of the values."""
-    if not _takes(qkv_BE):
-        return attend_plain(qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads)
-    from overland.apps.evaluation.kernels import triton_cached_attention
+    if _takes(qkv_BE):
+        from overland.apps.evaluation.kernels import triton_cached_attention
 
-    return triton_cached_attention.attend(
-        qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads.window, *heads.turns
-    )
-
-
-def attend_plain(
-    qkv_BE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, lengths_B: Tensor, heads: Heads
-) -> Tensor:
+        return triton_cached_attention.attend(
+            qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads.window, *heads.turns
+        )
     cos_Bd, sin_Bd = heads.cos_Td[lengths_B], heads.sin_Td[lengths_B]
     q_BHd, k_BKd, v_BKd = _turned(qkv_BE, keys_BKTd, cos_Bd, sin_Bd, heads)
     rows_B = torch.arange(len(qkv_BE), device=qkv_BE.device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from overland.apps.evaluation.documents import sets_of
 from overland.apps.evaluation.parts import Cutter
 from overland.apps.evaluation.perplexity import require_some, score, total
-from overland.apps.evaluation.ranks import Ranks, scorer_for
+from overland.apps.evaluation.ranks import RankedModel
 from overland.config.schema import DataSource
 from overland.data.tokenizer import Tokenizer
 from overland.training.callbacks import Callback, register_callback
@@ -35,9 +35,9 @@ def evaluate_c4_ppl(
     device = next(model.parameters()).device
     cutter = Cutter(Tokenizer(Path(tokenizer_dir)), seq_len, seq_len, None, False, None)
     was_training = model.training
-    scorer = scorer_for(Logits(model.eval()), device)
+    ranked = RankedModel(Logits(model.eval()), device)
     parts = cutter.parts(c4.documents(limit))
-    sums = total(score(scorer, parts, Ranks(), batch_tokens=batch * seq_len))
+    sums = total(score(ranked, parts, batch_tokens=batch * seq_len))
     model.train(was_training)
     require_some(sums, str(c4_dir))
     return math.exp(sums.loss / sums.tokens), sums.tokens
