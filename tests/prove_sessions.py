@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from overland.apps.data.build import build
+from overland.apps.data.origins import origins_of
 from overland.apps.proofs.evidence import Evidence
 from overland.config.schema import JobConfig
 from overland.data.blocks import BlockStream
@@ -286,7 +287,7 @@ def check_mixture(story: SessionStory, rows: Sampler) -> Iterator[str]:
     taken = np.zeros(len(WEIGHTS), np.int64)
     if story.mixture == "sequences":
         for batch in range(NUM_BATCHES):
-            for part in rows.origins(batch):
+            for part in origins_of(rows, batch):
                 _, first = np.unique(part.row, return_index=True)
                 np.add.at(taken, part.source[first], 1)
             if (schedule.before((batch + 1) * BATCH_SIZE) != taken).any():
@@ -314,7 +315,7 @@ def documents_begun(rows: Sampler) -> Counter[tuple[int, int]]:
     """Returns how often each document of each source occurred."""
     begun: Counter[tuple[int, int]] = Counter()
     for batch in range(NUM_BATCHES):
-        for part in rows.origins(batch):
+        for part in origins_of(rows, batch):
             first = part.start == 0
             begun.update(zip(part.source[first].tolist(), part.number[first].tolist(), strict=True))
     return begun

@@ -60,6 +60,7 @@ def preview(
 def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict[str, Any]]:
     import numpy as np
 
+    from overland.apps.data.origins import origins_of
     from overland.data.lanes import IGNORED, Samples, tokens_and_labels, with_borders
     from overland.data.shard import WEIGHTS
 
@@ -84,7 +85,7 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
         # A row that only pads the last batch has no source.
         pieces = (
             piece
-            for one in dataset.rows.origins(batch, row, size)
+            for one in origins_of(dataset.rows, batch, row, size)
             for piece in zip(one.source, one.number, one.start, one.length, strict=True)
         )
         yield {

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.lanes import Lane, Origins, Rows, Samples
+from overland.data.lanes import Lane, Rows, Samples
 from overland.data.order import group_alike, groups, permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
 from overland.data.plan import REST_RULES
@@ -57,16 +57,6 @@ class Window:
         sizes = np.bincount(pieces.row, pieces.stop - pieces.start, minlength=len(places))
         return sizes.astype(np.int64)
 
-    def own_pieces(self, places: Array) -> Pieces:
-        """Returns the pieces without last tokens that another block repeats, so that over a window
-        every token occurs once."""
-        pieces = self.pieces(places)
-        documents, which = self.documents, pieces.document
-        borrowed = documents.borrowed[which] & (pieces.stop == documents.length[which])
-        stop = pieces.stop - (self._shared(self.order[places], pieces) | borrowed)
-        kept = stop > pieces.start
-        return Pieces(pieces.row[kept], pieces.document[kept], pieces.start[kept], stop[kept])
-
     def joined(self, places: Array, packing: Packing) -> Documents:
         """Returns the blocks at these places as documents: adjacent pieces of a document are joined
         again. A piece whose next block is not among them keeps the token that both share, so that
@@ -77,7 +67,7 @@ class Window:
         document, start, stop = (
             values[order] for values in (pieces.document, pieces.start, pieces.stop)
         )
-        shared = self._shared(blocks, pieces)[order]
+        shared = self.shared(blocks, pieces)[order]
         follows = (document[1:] == document[:-1]) & (start[1:] == stop[:-1] - 1)
         is_first, is_last = np.append(True, ~follows), np.append(~follows, True)
         document, start, stop = document[is_first], start[is_first], stop[is_last]
@@ -94,7 +84,7 @@ class Window:
             borrowed=borrowed[kept],
         )
 
-    def _shared(self, blocks: Array, pieces: Pieces) -> npt.NDArray[np.bool_]:
+    def shared(self, blocks: Array, pieces: Pieces) -> npt.NDArray[np.bool_]:
         """Whether a piece ends its block with a token that is also the first of another block."""
         is_last = np.append(pieces.row[1:] != pieces.row[:-1], True)
         shared: npt.NDArray[np.bool_] = is_last & self.cut.shares_last(blocks)[pieces.row]
@@ -123,7 +113,7 @@ class BlockStream(Lane):
         self._counts = reading.counts(f"blocks-{self.key}", windows.per_epoch + self._lead)
 
     def read(self, numbers: Array, rows: Array, into: Rows | Samples) -> None:
-        for window, mine, places in self._find(numbers):
+        for window, mine, places in self.find(numbers):
             pieces = window.pieces(places)
             if isinstance(into, Rows):
                 _copy(window.documents, pieces, rows[mine], into, self.shape.pad_id)
@@ -132,18 +122,8 @@ class BlockStream(Lane):
 
     def lengths(self, numbers: Array) -> Array:
         found = np.zeros(len(numbers), np.int64)
-        for window, mine, places in self._find(numbers):
+        for window, mine, places in self.find(numbers):
             found[mine] = window.lengths(places)
-        return found
-
-    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
-        found = []
-        for window, mine, places in self._find(numbers):
-            documents, pieces = window.documents, window.own_pieces(places)
-            which, length = pieces.document, pieces.stop - pieces.start
-            start = documents.offset[which] + pieces.start
-            source, number = documents.source[which], documents.number[which]
-            found.append(Origins(rows[mine][pieces.row], source, number, start, length))
         return found
 
     def places(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
@@ -214,7 +194,7 @@ class BlockStream(Lane):
         """Returns the window of documents behind a window of this stream (which the rest lacks)."""
         return window - self._lead + self.first
 
-    def _find(self, numbers: Array) -> Iterator[tuple[Window, Array, Array]]:
+    def find(self, numbers: Array) -> Iterator[tuple[Window, Array, Array]]:
         """Yields each window, the indices of the `numbers` in it, and their places there."""
         windows, places = self.places(numbers)
         for window, mine in groups(windows):

@@ -24,7 +24,6 @@ from overland.errors import DataError
 from overland.words import any_of
 
 Record: TypeAlias = Mapping[str, Any]
-Learn = Literal["assistant", "last", "all"]
 Shape = Literal["messages", "sharegpt", "completion", "instruction", "text", "preference"]
 WORDS: dict[Shape, str] = {
     "messages": "conversations",

@@ -121,20 +121,6 @@ class Samples:
         return cls(declared, declared.empty(rows), *np.zeros((2, rows), np.int64))
 
 
-@dataclass(frozen=True)
-class Origins:
-    """The origins of rows, piece by piece. Each token counts where the model reads it, so the last
-    token of a row, which is only predicted, counts there only if no other row repeats it."""
-
-    row: Array
-    source: Array
-    number: Array
-    """The number of the document in its source."""
-    start: Array
-    """Where in its document a piece begins."""
-    length: Array
-
-
 class Lane:
     """An endless sequence of numbered blocks or samples, of which a sampler reads those that are
     due."""
@@ -148,9 +134,6 @@ class Lane:
 
     def lengths(self, numbers: Array) -> Array:
         """Returns the number of tokens in each block."""
-        raise NotImplementedError
-
-    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
         raise NotImplementedError
 
     def require(self, number: int) -> None:
@@ -180,7 +163,6 @@ class Gone(Lane):
         raise DataError(f"the data source {self.name} is no longer in the config: add it again")
 
     lengths: Any = read
-    origins: Any = read
 
 
 class MadeRows:
@@ -258,11 +240,6 @@ class ImageStream(Lane):
         ]
         for job in jobs:
             job.result()
-
-    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
-        which, _ = self.places(numbers)
-        none = np.zeros_like(rows)
-        return [Origins(rows, none + self.source, which, none, none + 1)]
 
     def places(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
         """Returns the number in the set of each image of the stream, and its epoch."""

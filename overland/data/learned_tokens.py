@@ -12,12 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from overland.config.schema import Preference
+from overland.config.schema import Preference, Sft
 from overland.data.chat import (
     ASSISTANT,
     ChatError,
@@ -34,7 +34,6 @@ from overland.data.conversations import (
     SPEAKERS,
     Columns,
     Conversation,
-    Learn,
     Record,
     conversation,
     pair,
@@ -46,7 +45,6 @@ from overland.errors import DataError
 from overland.words import any_of
 
 Changes: TypeAlias = dict[str, tuple[Any, Any]]
-TooLong = Literal["error", "truncate", "drop", "split"]
 RULES = 2  # part of every fingerprint; increased when the same conversations give other tokens
 SHOWN = 80  # tokens of a sample, in a message
 OTHER_ROLES = (
@@ -90,13 +88,8 @@ class Writer:
     """None: only plain texts can be written."""
     tool_template: ChatTemplate | None
     """The template for conversations with tools, if the tokenizer has a separate one."""
-    learn: Learn
+    sft: Sft
     seq_len: int
-    too_long: TooLong
-    parse_specials: bool | None
-    """Whether the names of special tokens in plain texts stand for the tokens; None: a text with
-    such a name is an error."""
-    skip_unlearned: bool
     add_bos: bool
     add_eos: bool
     """Whether plain texts begin with BOS and end with EOS; a template writes its own."""
@@ -120,7 +113,7 @@ class Writer:
         if not weights[1:].any():  # nothing predicts the first token
             why = "no assistant turn counts"
             roles = list(dict.fromkeys(turn["role"] for turn in told.turns))
-            if self.skip_unlearned:
+            if self.sft.skip_unlearned:
                 others = [role for role in roles if SPEAKERS.get(role.lower()) == ASSISTANT]
                 is_renamed = bool(others) and ASSISTANT not in others
                 raise Skipped(OTHER_ROLES if is_renamed else "without anything to learn")
@@ -153,13 +146,13 @@ class Writer:
             "sft.chat_template": digest_of(about)[:16] if about else None,
             "sft.template_options": dict(self.template.options) if self.template else {},
             "sft.date": str(self.template.date) if self.template and self.template.date else None,
-            "sft.learn": self.learn,
-            "sft.too_long": self.too_long,
-            "sft.parse_specials": self.parse_specials,
+            "sft.learn": self.sft.learn,
+            "sft.too_long": self.sft.too_long,
+            "sft.parse_specials": self.sft.parse_specials,
             "sft.special_tokens_in_content": sorted(self.template.in_content)
             if self.template
             else [],
-            "sft.skip_unlearned": self.skip_unlearned,
+            "sft.skip_unlearned": self.sft.skip_unlearned,
             "training.seq_len": self.seq_len,
             "data.add_bos": self.add_bos,
             "data.add_eos": self.add_eos,
@@ -170,7 +163,7 @@ class Writer:
         if template is None:
             raise NoTemplate
         turns = told.turns if template.takes_parts else joined(told.turns)
-        return template.write(turns, weights_of(told, self.learn), told.tools)
+        return template.write(turns, weights_of(told, self.sft.learn), told.tools)
 
     def _plain(self, prompt: str, completion: str) -> RenderedChat:
         """Writes a prompt and its completion, with BOS before and EOS after them, unless the text
@@ -182,31 +175,31 @@ class Writer:
             before = before if first == (tokenizer.bos_id,) else (tokenizer.bos_id, *before)
         if self.add_eos and tokenizer.eos_id is not None and after[-1:] != (tokenizer.eos_id,):
             after = (*after, tokenizer.eos_id)
-        start = 0 if self.learn == "all" else length_of(before)
+        start = 0 if self.sft.learn == "all" else length_of(before)
         span = Span(start, length_of(before) + length_of(after), 1.0)
         return RenderedChat((*before, *after), (span,))
 
     def _pieces(self, text: str) -> tuple[Piece, ...]:
         check_text(text)
         specials: Mapping[str, int] = self.tokenizer.specials
-        if self.parse_specials is None and (found := any_name_of(specials).search(text)):
+        if self.sft.parse_specials is None and (found := any_name_of(specials).search(text)):
             raise Undecided(
                 f"its text contains {found[0]}, the name of a special token: set "
                 "sft.parse_specials to true if it stands for the token, or to false if it is text"
             )
-        return split_specials(text, specials if self.parse_specials else {})
+        return split_specials(text, specials if self.sft.parse_specials else {})
 
     def about_length(self, length: int) -> str:
         """Returns what to do with a sample that is too long."""
-        if self.too_long == "error":
+        if self.sft.too_long == "error":
             raise Undecided(
                 f"it has {length:,} tokens, but {self.length_key} = {self.seq_len} has room for "
                 f"{self.seq_len + 1:,}: raise it, or set sft.too_long to truncate, drop or "
                 "split"
             )
-        if self.too_long == "drop":
+        if self.sft.too_long == "drop":
             raise Skipped("too long")
-        return "truncated" if self.too_long == "truncate" else "split"
+        return "truncated" if self.sft.too_long == "truncate" else "split"
 
     def shown(self, ids: npt.NDArray[Any]) -> str:
         """Returns the beginning of a sample, for messages."""
@@ -273,7 +266,7 @@ class PairWriter(Writer):
         return {**super().identity, **own}
 
     def about_length(self, length: int) -> str:
-        if self.too_long in ("error", "split"):
+        if self.sft.too_long in ("error", "split"):
             raise Undecided(
                 f"a prompt with its answer has {length:,} tokens, but training.seq_len = "
                 f"{self.seq_len} has room for {self.room:,}, half of a row: raise it, or set "
@@ -331,7 +324,7 @@ def length_of(pieces: Iterable[Piece]) -> int:
     return sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces)
 
 
-def weights_of(told: Conversation, learn: Learn) -> list[float] | None:
+def weights_of(told: Conversation, learn: str) -> list[float] | None:
     """Returns the loss weight of each turn, or None if every token counts."""
     if learn == "all":
         other = [i for i, said in enumerate(told.said, start=1) if said not in (None, 1)]

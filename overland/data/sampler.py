@@ -19,7 +19,7 @@ import numpy.typing as npt
 from overland.data.arrays import Arrays
 from overland.data.blocks import BlockStream, Rest, Shape
 from overland.data.corpus import Corpus
-from overland.data.lanes import Gone, Lane, MadeRows, Origins, Rows, Samples
+from overland.data.lanes import Gone, Lane, MadeRows, Rows, Samples
 from overland.data.order import Mixture, groups
 from overland.data.plan import LENGTH_STEP, Plan, Segment
 from overland.data.windows import MixedWindows, Reading, SourceWindows
@@ -87,7 +87,7 @@ class Sampler:
     def read(self, batch: int, part: int = 0, num_parts: int = 1) -> Rows | Samples:
         """Reads a share of a batch's rows, of tokens or of arrays."""
         self._check_end(batch)
-        lanes, whose, places = self._turns(batch, part, num_parts)
+        lanes, whose, places = self.turns(batch, part, num_parts)
         into: Rows | Samples
         if self.arrays is None:
             into = Rows.empty(len(whose), self._width(lanes.segment, batch), lanes.channels)
@@ -159,7 +159,7 @@ class Sampler:
         are grouped by length, this is the longest row of all ranks, rounded up."""
         if not segment.group_by_length:
             return segment.seq_len + 1
-        lanes, whose, places = self._turns(batch, 0, 1)
+        lanes, whose, places = self.turns(batch, 0, 1)
         longest = max(
             int(lanes.lanes[number].lengths(places[mine]).max()) for number, mine in groups(whose)
         )
@@ -181,16 +181,6 @@ class Sampler:
             )
         return read
 
-    def origins(self, batch: int, part: int = 0, num_parts: int = 1) -> list[Origins]:
-        """Returns the origins of a share of a batch's rows, in pieces, without masked rows."""
-        lanes, whose, places = self._turns(batch, part, num_parts)
-        counted = max(0, self.num_rows(batch) - part * len(whose))
-        return [
-            origins
-            for number, rows in groups(whose[:counted])
-            for origins in lanes.lanes[number].origins(places[rows], rows)
-        ]
-
     def _check_end(self, batch: int) -> None:
         """Raises an error on every rank if a source ends inside a batch, not only on the rank that
         reads its end."""
@@ -202,7 +192,9 @@ class Sampler:
             if last > before:
                 lane.require(last - 1)
 
-    def _turns(self, batch: int, part: int, num_parts: int) -> tuple[Lanes, Array, Array]:
+    def turns(self, batch: int, part: int, num_parts: int) -> tuple[Lanes, Array, Array]:
+        """Returns the lanes of a batch and, of each row of a share of it, which lane it is from and
+        the number of its block there."""
         lanes = self.lanes(batch)
         segment = lanes.segment
         share, rest = divmod(segment.global_batch_size, num_parts)

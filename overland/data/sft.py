@@ -184,7 +184,7 @@ def conversations_of(
 def writer_for(config: JobConfig, seq_len: int, tokenizer: Path | None = None) -> Writer:
     """Returns the writer that converts conversations to samples, as the config says. `tokenizer`:
     its path, if the config has none."""
-    sft, data = config.sft, config.data
+    data = config.data
     opened = tokenizer_for_chats(config, tokenizer)
     template, tool_template = templates_of(config, opened)
     kind: Callable[..., Writer] = Writer
@@ -194,11 +194,8 @@ def writer_for(config: JobConfig, seq_len: int, tokenizer: Path | None = None) -
         opened,
         template,
         tool_template,
-        sft.learn,
+        config.sft,
         seq_len,
-        sft.too_long,
-        sft.parse_specials,
-        sft.skip_unlearned,
         opened.begins_with_bos if data.add_bos is None else data.add_bos,
         data.add_eos is not False,
         length_key="training.seq_len"

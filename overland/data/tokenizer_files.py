@@ -16,7 +16,7 @@ import binascii
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -324,11 +324,10 @@ def _repeats(name: Any, value: Any) -> bool:
     return str(name) in ("MAX_REPEAT", "MIN_REPEAT") and int(value[1]) >= MANY
 
 
-def _is_repeat_alone(parts: Sequence[tuple[Any, Any]]) -> bool:
-    for place, (name, value) in enumerate(parts):
-        others = [*parts[:place], *parts[place + 1 :]]
-        if any(_least(*one) for one in others):
-            continue
+def _is_repeat_alone(tree: Any) -> bool:
+    for place, (name, value) in enumerate(tree):
+        if tree.getwidth()[0] > tree[place : place + 1].getwidth()[0]:
+            continue  # the other parts match letters, too
         if _repeats(name, value):
             return True
         for below in _inside(value) if str(name) in TRANSPARENT else ():
@@ -337,22 +336,9 @@ def _is_repeat_alone(parts: Sequence[tuple[Any, Any]]) -> bool:
     return False
 
 
-def _least(name: Any, value: Any) -> int:
-    """Returns the smallest number of letters that a part matches."""
-    if str(name) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-        return int(value[0]) * int(value[2].getwidth()[0])
-    if str(name) == "BRANCH":
-        return min(int(one.getwidth()[0]) for one in value[1])
-    if str(name) in ("SUBPATTERN", "ATOMIC_GROUP"):
-        return sum(int(one.getwidth()[0]) for one in _inside(value))
-    return 0 if str(name) in ("AT", "ASSERT", "ASSERT_NOT", "GROUPREF") else 1
-
-
-def _alternatives(tree: Any) -> list[list[tuple[Any, Any]]]:
-    parts = list(tree)
-    if len(parts) == 1 and str(parts[0][0]) == "BRANCH":
-        return [list(one) for one in parts[0][1][1]]
-    return [parts]
+def _alternatives(tree: Any) -> list[Any]:
+    is_branch = len(tree) == 1 and str(tree[0][0]) == "BRANCH"
+    return list(tree[0][1][1]) if is_branch else [tree]
 
 
 def _inside(value: Any) -> Iterator[Any]:

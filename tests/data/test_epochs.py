@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from overland.apps.data.origins import origins_of
 from overland.data.batch import load_batch
 from overland.data.corpus import Corpus
 from overland.data.lanes import IGNORED
@@ -28,7 +29,7 @@ def corpora(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def times_begun(rows: Sampler, batches: range) -> Counter[int]:
     begun: Counter[int] = Counter()
     for batch in batches:
-        for part in rows.origins(batch):
+        for part in origins_of(rows, batch):
             begun.update(part.number[part.start == 0].tolist())
     return begun
 
@@ -39,9 +40,9 @@ def test_an_epoch_ends_inside_its_last_batch(corpora: dict[str, Corpus], packing
     rows = rows_of(one_segment(corpora, {"a": 1.0}, epochs=2.0, **how), corpora)
     batches = rows.num_batches(2.0)
     assert set(times_begun(rows, range(batches)).values()) == {2}
-    parts = [rows.origins(batches - 1, part, 7) for part in range(7)]
+    parts = [origins_of(rows, batches - 1, part, 7) for part in range(7)]
     shared = sorted(one for part in parts for origins in part for one in origins.number.tolist())
-    whole = [one for origins in rows.origins(batches - 1) for one in origins.number.tolist()]
+    whole = [one for origins in origins_of(rows, batches - 1) for one in origins.number.tolist()]
     assert shared == sorted(whole), "no rank reports rows that only fill the batch"
     total = 0
     for number in range(batches):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from overland.apps.data.origins import origins_of
 from overland.checks import check_config
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
@@ -40,7 +41,7 @@ def plan_of(corpora: dict[str, Corpus], grouped: bool = True, windows: int = 60)
 
 
 def documents_in(rows: Sampler, batch: int) -> list[int]:
-    return [int(one) for origins in rows.origins(batch) for one in origins.number]
+    return [int(one) for origins in origins_of(rows, batch) for one in origins.number]
 
 
 def test_every_document_comes_once_per_epoch(corpora: dict[str, Corpus]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from overland.apps.data.made_rows import RandomBlocks
+from overland.apps.data.origins import origins_of
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
 from overland.data.plan import MixedBy, Plan, PlannedSource, Segment
@@ -38,7 +39,7 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Corpus]:
 def documents_begun(rows: Sampler, batches: range) -> Iterator[tuple[int, int]]:
     """(source, document) in the order in which they begin."""
     for batch in batches:
-        for part in rows.origins(batch):
+        for part in origins_of(rows, batch):
             begun = part.start == 0
             yield from zip(part.source[begun].tolist(), part.number[begun].tolist(), strict=True)
 
@@ -84,7 +85,7 @@ def test_each_row_has_the_number_and_epoch_of_its_sample(
     rows = rows_of(plan, built)
     read = [rows.read(batch) for batch in range(60)]
     samples = np.concatenate([one.sample for one in read])
-    origins = [part for batch in range(60) for part in rows.origins(batch)]
+    origins = [part for batch in range(60) for part in origins_of(rows, batch)]
     numbers = np.concatenate([(part.source << 56) + part.number for part in origins])
     assert sorted(samples.tolist()) == sorted(numbers.tolist())
     seen: Counter[int] = Counter()
@@ -99,7 +100,7 @@ def pieces_of(rows: Sampler, batches: range) -> Counter[tuple[int, int, int]]:
     """How often each token of each document of each source was given."""
     fed: Counter[tuple[int, int, int]] = Counter()
     for batch in batches:
-        for part in rows.origins(batch):
+        for part in origins_of(rows, batch):
             for source, number, start, length in zip(
                 part.source, part.number, part.start, part.length, strict=True
             ):
@@ -139,7 +140,7 @@ def test_mixture_counts_are_exact_at_every_step(streamed: dict[str, Corpus], mix
     shares = np.array(list(WEIGHTS.values())) / 8
     had = np.zeros(3)
     for batch in range(80):
-        for part in rows.origins(batch):
+        for part in origins_of(rows, batch):
             np.add.at(had, part.source, 1)
         turns = 3 * (batch + 1)
         if mixture == "sequences":

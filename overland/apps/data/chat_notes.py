@@ -28,7 +28,7 @@ def notes_of(source: ConversationSource, of_files: Sequence[str]) -> list[str]:
 
 def _how(source: ConversationSource) -> str:
     """Describes how the conversations are written, and how the text to learn is found."""
-    template, learn = source.writer.template, source.writer.learn
+    template, learn = source.writer.template, source.writer.sft.learn
     learned = f"{LEARNED[learn]} (sft.learn)"
     if template is None or source.shape.shape in ("text", "completion", "preference"):
         plain = learn == "all" or source.shape.shape == "text"
@@ -54,7 +54,7 @@ def _surprises(source: ConversationSource) -> Iterator[str]:
         yield f"roles are renamed as in ShareGPT: {any_of(words, 'and')}"
     roles = dict.fromkeys(str(turn.get("role")) for turn in turns)
     unlearned = [role for role in roles if SPEAKERS.get(role.lower()) == ASSISTANT != role]
-    if source.writer.learn != "all" and shape.shape != "sharegpt" and unlearned:
+    if source.writer.sft.learn != "all" and shape.shape != "sharegpt" and unlearned:
         yield (
             f"turns by {any_of(unlearned, 'and')} are not learned, since only those by "
             'assistant are (sft.shape = "sharegpt" renames them)'
@@ -77,7 +77,7 @@ def _surprises(source: ConversationSource) -> Iterator[str]:
         )
     if not template.takes_parts and any(isinstance(one.get("content"), list) for one in turns):
         yield f"contents are lists of texts, which are joined: {template.whose} takes only text"
-    if source.writer.learn != "all" and (header := header_of(template)):
+    if source.writer.sft.learn != "all" and (header := header_of(template)):
         yield (
             f"{header!r} before each answer is learned, too: {template.whose} has neither "
             "{% generation %} marks nor a generation prompt that would show where answers begin"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from overland.apps.data.tokenizer_training import trained_size
 from overland.data.arrays import Arrays
-from overland.data.lanes import ImageSet, Lane, MadeRows, Origins, Rows, Samples
+from overland.data.lanes import ImageSet, Lane, MadeRows, Rows, Samples
 from overland.data.plan import Segment
 from overland.data.registry import HELD_OUT_SHAPES, RANDOM
 from overland.data.sources.file_marks import digest_of
@@ -105,10 +105,6 @@ class RandomBlocks(MadeRows, Lane):
 
     def lengths(self, numbers: Array) -> Array:
         return np.full(len(numbers), self.seq_len + 1)
-
-    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
-        none = np.zeros_like(rows)
-        return [Origins(rows, none + self.source, numbers, none, none + self.seq_len + 1)]
 
 
 class ShapeImages(ImageSet):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overland.apps.data.origins import origins_of
 from overland.apps.dataset import planned_data
 from overland.apps.ledger import Fed, FedSteps, read_ledger
 from overland.checkpoint.folder import committed, step_of
@@ -201,7 +202,7 @@ class Replay:
         return good
 
     def _count(self, batch: int, good: Matches) -> None:
-        for origins in self.dataset.rows.origins(batch):
+        for origins in origins_of(self.dataset.rows, batch):
             begins = origins.start == 0
             if batch not in self.seen:
                 self.begun.append((origins.source[begins] << 56) + origins.number[begins])
