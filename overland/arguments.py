@@ -26,7 +26,8 @@ KINDS = {"bool": (bool, "True or False"), "str": (str, "a text")}
 def refused(name: str, given: object, expected: str) -> ArgumentError:
     shown = repr(given)
     shown = shown if len(shown) <= 60 else f"{shown[:59]}…"
-    return ArgumentError(f"{name} = {shown}: expected {expected}")
+    equals = " " if name.startswith("--") else " = "
+    return ArgumentError(f"{name}{equals}{shown}: expected {expected}")
 
 
 def path_of(given: Any, name: str) -> Path:

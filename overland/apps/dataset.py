@@ -56,7 +56,7 @@ class TrainingSet:
         skipped after a loss spike; `overland data preview RUN` accounts for them."""
         from overland.data.batch import load_batch
 
-        return load_batch(self.dataset.rows, check_step(step) - 1)
+        return load_batch(self.dataset.rows, check_step(step, "step") - 1)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the batches of steps 1, 2, 3, … endlessly."""
@@ -87,14 +87,14 @@ def open_dataset(source: JobConfig | str | Path) -> TrainingSet:
     return TrainingSet(open_step(str(path_of(source, "source")), [], 1)[0])
 
 
-def check_step(step: int) -> int:
-    return integer(step, "step", least=1, most=MAX_STEP)
+def check_step(step: int, name: str) -> int:
+    return integer(step, name, least=1, most=MAX_STEP)
 
 
 def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int]:
     """Returns the data and the number of the batch of a step. A run has its own plan, and its
     ledger records skipped batches."""
-    check_step(step)
+    check_step(step, "--step")
     run = Path(config).expanduser()
     if run.name == CONFIG and not settings:
         run = run.parent

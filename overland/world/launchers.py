@@ -203,7 +203,7 @@ def from_srun(env: Mapping[str, str]) -> World | None:
         return None
     size_name = first_set(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or ""
     size = number(env, size_name, at_least=1)
-    if size == 1 or size != number(env, "SLURM_NTASKS", size):
+    if size == 1:
         return None
     here = env.get("SLURM_GTIDS", "").split(",") if env.get("SLURM_GTIDS") else None
     lists = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -232,6 +232,9 @@ def srun_step(env: Mapping[str, str]) -> int | None:
     """Returns the number of the step if srun started this process, unlike a batch script."""
     name = first_set(env, "SLURM_STEP_ID", "SLURM_STEPID")
     if name is None or "SLURM_PROCID" not in env:
+        return None
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "")
+    if tasks and env.get("SLURM_NTASKS", tasks) != tasks:  # a batch script that a task submitted
         return None
     step = number(env, name)
     return step if step < FIRST_SPECIAL_STEP else None

@@ -62,7 +62,8 @@ def test_the_text_is_that_of_the_document(folder: Path) -> None:
 def test_a_step_too_far_away_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "few.txt").write_text("a short text of a few words, read over and over\n" * 20)
     few = [*TINY, "training.dataset_path=few.txt", "data.vocab_size=300"]
-    for step, why in ((10**12, "epochs into the data, too far"), (10**13, "expected an integer")):
+    beyond = "--step 10000000000000: expected an integer from 1 to 1,000,000,000,000"
+    for step, why in ((10**12, "epochs into the data, too far"), (10**13, beyond)):
         words = ["data", "preview", "quickstart", *few, "--step", str(step)]
         assert why in overland(*words, cwd=tmp_path, code=2).stderr
 

@@ -52,7 +52,13 @@ def test_the_call_of_the_playground_works(settings: dict[str, Any], strategy: st
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [("salloc", (0, 1)), ("salloc_interactive", (0, 1)), ("sbatch", (0, 1)), ("srun", (5, 8))],
+    [
+        ("salloc", (0, 1)),
+        ("salloc_interactive", (0, 1)),
+        ("sbatch", (0, 1)),
+        ("sbatch_from_task", (0, 1)),
+        ("srun", (5, 8)),
+    ],
 )
 def test_slurm_gives_the_place_only_of_a_task_that_srun_started(
     name: str, place: tuple[int, int], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
