@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overland.cli.common import Settings, split_settings, user_errors
+from overland.cli.common import Json, Settings, print_notes, split_settings, verb
 from overland.words import in_columns, number_of
 
 if TYPE_CHECKING:
@@ -24,25 +24,22 @@ if TYPE_CHECKING:
 SLOW_SECONDS = 3.0
 
 
-@user_errors
+@verb
 def check(
     settings: Settings = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of devices to check for; by default NGPU, or else as many as `overland "
-            "train` would use on this machine.",
-            min=1,
-            show_default=False,
-        ),
-    ] = None,
-    step: Annotated[
-        bool, typer.Option(help="Also take one step on fake tensors, which use no memory.")
-    ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    world_size: Annotated[int | None, typer.Option(min=1, show_default=False)] = None,
+    step: bool = True,
+    as_json: Json = False,
 ) -> None:
     """Describe a run and report every problem, without training. Checks keys, parallel degrees,
-    batch and files, and takes one fake step."""
+    batch and files, and takes one fake step.
+
+    Args:
+        world_size: Number of devices to check for; by default NGPU, or else as many as `overland
+            train` would use on this machine.
+        step: Also take one step on fake tensors, which use no memory.
+        as_json: Print JSON.
+    """
     from overland.config.arguments import ngpu
 
     source, arguments = split_settings(settings)
@@ -118,8 +115,7 @@ def report(
         facts |= {"notes": notes, "to_fetch": [*map(str, missing)], "refused_here": refused_here}
         print(json.dumps(facts, indent=2))
         return code
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    print_notes(*notes)
     if lines:
         print(in_columns(lines), end="\n\n")
     if missing:

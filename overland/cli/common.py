@@ -1,5 +1,5 @@
 """What the verbs share: settings such as `section.key=value`, shell completion, options made from a
-function's arguments, and user errors as one sentence with exit code 2.
+function's arguments and its docstring, and user errors as one sentence with exit code 2.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 import typer
 
@@ -24,14 +25,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
-    """Prints our own errors and file-system errors as one sentence and exits with 2; anything else
-    is a bug and shows its traceback."""
+def verb(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a verb of a function. What the docstring says about an argument is the help of that
+    argument or option. Our own errors and file-system errors are printed as one sentence, with exit
+    code 2; anything else is a bug and shows its traceback."""
 
-    @functools.wraps(verb)
+    @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return verb(*args, **kwargs)
+            return function(*args, **kwargs)
         except Exception as error:
             if not is_user_error(error):
                 raise
@@ -46,7 +48,19 @@ def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
                     file.write(f"{words}\n")
             raise typer.Exit(getattr(error, "exit_code", OverlandError.exit_code)) from None
 
+    texts = help_of(function)
+    guarded.__doc__ = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")[0]
+    plain = inspect.signature(function, eval_str=True).parameters.values()
+    parameters = [_with_help(one, texts.get(one.name)) for one in plain]
+    guarded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    guarded.__annotations__ = {one.name: one.annotation for one in parameters}
     return guarded
+
+
+def print_notes(*texts: object) -> None:
+    """Prints notes to stderr, a line each."""
+    for text in texts:
+        print(f"note: {text}", file=sys.stderr)
 
 
 def is_user_error(error: Exception) -> bool:
@@ -74,6 +88,7 @@ def complete_site(incomplete: str) -> list[str]:
     return [name for name in sorted(site_files()) if name.startswith(incomplete)]
 
 
+Json = Annotated[bool, typer.Option("--json")]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
@@ -108,24 +123,43 @@ def with_options_of(
 
     def with_options(verb: Callable[..., R]) -> Callable[..., R]:
         own = inspect.signature(verb, eval_str=True).parameters
-        texts = {one[1]: one[2] for one in ARGUMENT.finditer(inspect.getdoc(function) or "")}
+        texts = help_of(function)
         theirs = inspect.signature(function).parameters.values()
         parameters = [one for one in own.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
-        parameters += [_option(one, texts[one.name], limits.get(one.name)) for one in theirs
+        parameters += [_with_help(_option(one, limits.get(one.name)), texts[one.name])
+                       for one in theirs
                        if one.name in texts and one.name not in {*own, *without}]  # fmt: skip
         parameters += [one for one in own.values() if one.kind is one.KEYWORD_ONLY]
         verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        verb.__annotations__ = {one.name: one.annotation for one in parameters}
         return verb
 
     return with_options
 
 
-def _option(
-    argument: inspect.Parameter, text: str, limit: int | Sequence[str] | None
-) -> inspect.Parameter:
+def help_of(function: Callable[..., Any]) -> dict[str, str]:
+    """Returns what the docstring of a function says about each of its arguments."""
+    found = ARGUMENT.finditer(inspect.getdoc(function) or "")
+    return {one[1]: " ".join(one[2].split()) for one in found}
+
+
+def _with_help(one: inspect.Parameter, text: str | None) -> inspect.Parameter:
+    """Returns a parameter with its help. It is an option, or an argument if it has no default,
+    unless its annotation says which."""
+    if text is None:
+        return one
+    is_annotated = get_origin(one.annotation) is Annotated
+    kind, *infos = get_args(one.annotation) if is_annotated else [one.annotation]
+    usual = typer.Argument() if one.default is one.empty else typer.Option()
+    info = copy(infos[0]) if infos else usual
+    info.help = text
+    if one.default is False and info.default is ...:  # no name is given; nobody needs --no-joined
+        info.param_decls = (f"--{one.name.replace('_', '-')}",)
+    return one.replace(annotation=Annotated[kind, info])
+
+
+def _option(argument: inspect.Parameter, limit: int | Sequence[str] | None) -> inspect.Parameter:
+    """Returns an argument of a library function as typer takes it."""
     kind, default = str(argument.annotation), argument.default
-    words: tuple[str, ...] = ()
     taken: Any = {"int": int, "float": float, "bool": bool}.get(kind.partition(" |")[0], str)
     if "Sequence" in kind:
         taken, default = list[str], None
@@ -133,10 +167,7 @@ def _option(
         taken = Path
     elif isinstance(limit, Sequence):
         taken = Literal.__getitem__(tuple(limit))
-    elif default is False:  # nobody needs --no-joined
-        words = (f"--{argument.name.replace('_', '-')}",)
-    least = limit if isinstance(limit, int) else None
-    option = typer.Option(*words, help=" ".join(text.split()), min=least)
+    option = typer.Option(min=limit if isinstance(limit, int) else None)
     taken = taken | None if default is None else taken
     return argument.replace(
         kind=argument.KEYWORD_ONLY, annotation=Annotated[taken, option], default=default

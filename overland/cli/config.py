@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from overland.cli.common import TAKES_SETTINGS, Settings, split_settings, user_errors
+from overland.cli.common import TAKES_SETTINGS, Settings, print_notes, split_settings, verb
 
 app = typer.Typer(help="Show, convert and explain configs.", no_args_is_help=True)
 
 
 @app.command()
-@user_errors
+@verb
 def reference(
     word: Annotated[
         str, typer.Argument(help="Only keys with this word in their name or description.")
@@ -45,7 +45,7 @@ def reference(
 
 
 @app.command()
-@user_errors
+@verb
 def schema() -> None:
     """Print the JSON Schema of a config, for completion in editors."""
     import json
@@ -56,7 +56,7 @@ def schema() -> None:
 
 
 @app.command(context_settings=TAKES_SETTINGS)
-@user_errors
+@verb
 def convert(
     old: Annotated[
         str, typer.Argument(help="TOML or YAML file of torchtitan, axolotl or the training stub.")
@@ -79,13 +79,12 @@ def convert(
     loaded = without_hidden(load_config(old, settings or [], env={}, resolve=False))
     heading = "\n".join([f"{loaded.config.job.description} (converted from {old})", *loaded.notes])
     write_config(loaded.config, new, heading=heading, resolved=False)
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
+    print_notes(*loaded.notes)
     print(f"Wrote {new}.")
 
 
 @app.command(context_settings=TAKES_SETTINGS)
-@user_errors
+@verb
 def show(
     settings: Settings = None,
     full: Annotated[
@@ -100,7 +99,6 @@ def show(
 
     source, arguments = split_settings(settings)
     loaded = without_hidden(load_config(source, arguments))
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
+    print_notes(*loaded.notes)
     text = to_toml(loaded.config, full=full, comments=full, written=loaded.written)
     print(text, end="")

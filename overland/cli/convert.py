@@ -12,61 +12,50 @@ from typing import Annotated
 import typer
 
 from overland.apps.progress import progress_bar
-from overland.cli.common import user_errors
+from overland.cli.common import Json, verb
+from overland.cli.data_build import import_sources
+from overland.errors import CheckpointError
 
 
-@user_errors
+@verb
 def convert(
-    source: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint of any format.")],
-    target: Annotated[
-        Path, typer.Argument(help="New folder to write (for safetensors: new file).")
-    ],
-    to: Annotated[
-        str,
-        typer.Option(help="Target format: hf, peft, dcp, meta, torch, safetensors or overland."),
-    ],
-    dtype: Annotated[
-        str | None, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="Tensors to leave out, e.g. 'lm_head.*'; repeatable.")
-    ] = None,
-    weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Leave out the optimizer.")
-    ] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="A config.json, or a folder with it and a tokenizer, if SOURCE has none."
-        ),
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file size, e.g. 500MB.")] = "5GB",
-    names: Annotated[str, typer.Option(help="Key names in a DCP folder: hf or torchtitan.")] = "hf",
-    key_prefix: Annotated[
-        str | None,
-        typer.Option(help="Prefix of the weights in a DCP folder; default: model. or none."),
-    ] = None,
-    verify: Annotated[
-        str, typer.Option(help="Afterwards compare hash (of every tensor), logits, or none.")
-    ] = "hash",
-    adapter: Annotated[
-        Path | None,
-        typer.Option(help="Adapters for SOURCE: a PEFT folder, or any checkpoint that has them."),
-    ] = None,
-    merge_lora: Annotated[
-        bool, typer.Option("--merge-lora", help="Merge adapters into the weights.")
-    ] = False,
-    custom_import: Annotated[
-        str,
-        typer.Option("--import", help="Module to import first; it may register formats."),
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
+    source: Path,
+    target: Path,
+    to: Annotated[str, typer.Option()],
+    dtype: str | None = None,
+    exclude: list[str] | None = None,
+    weights_only: bool = False,
+    config: Path | None = None,
+    max_shard_size: str = "5GB",
+    names: str = "hf",
+    key_prefix: str | None = None,
+    verify: str = "hash",
+    adapter: Path | None = None,
+    merge_lora: bool = False,
+    custom_import: Annotated[str, typer.Option("--import")] = "",
+    as_json: Json = False,
 ) -> None:
-    """Convert a checkpoint, tensor by tensor, to any format. The format of SOURCE is detected."""
+    """Convert a checkpoint, tensor by tensor, to any format. The format of SOURCE is detected.
+
+    Args:
+        source: A run folder, or a checkpoint of any format.
+        target: New folder to write (for safetensors: new file).
+        to: Target format: hf, peft, dcp, meta, torch, safetensors or overland.
+        dtype: Type of the weights: float32, bfloat16 or float16.
+        exclude: Tensors to leave out, e.g. 'lm_head.*'; repeatable.
+        weights_only: Leave out the optimizer.
+        config: A config.json, or a folder with it and a tokenizer, if SOURCE has none.
+        max_shard_size: Largest file size, e.g. 500MB.
+        names: Key names in a DCP folder: hf or torchtitan.
+        key_prefix: Prefix of the weights in a DCP folder; default: model. or none.
+        verify: Afterwards compare hash (of every tensor), logits, or none.
+        adapter: Adapters for SOURCE: a PEFT folder, or any checkpoint that has them.
+        merge_lora: Merge adapters into the weights.
+        custom_import: Module to import first; it may register formats.
+        as_json: Print a JSON summary.
+    """
     from overland.apps.convert import convert as convert_checkpoint
     from overland.apps.convert.formats import Options
-    from overland.cli.data_build import import_sources
-    from overland.errors import CheckpointError
 
     if names not in ("hf", "torchtitan"):
         raise CheckpointError(f"--names {names}: expected hf or torchtitan")
@@ -113,7 +102,6 @@ def convert(
 
 
 def size_in_bytes(text: str) -> int:
-    from overland.errors import CheckpointError
 
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
     number = 0.0

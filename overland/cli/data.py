@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from overland.apps.progress import progress_bar
-from overland.cli.common import user_errors
+from overland.cli.common import verb
 from overland.cli.data_build import (
     Column,
     CorpusPath,
@@ -44,7 +44,7 @@ app.command()(preview)
 
 
 @app.command()
-@user_errors
+@verb
 def inspect(
     path: CorpusPath,
     column: Column = None,

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overland.apps.progress import progress_bar
-from overland.cli.common import user_errors
+from overland.cli.common import Json, print_notes, verb
+from overland.errors import DataError
 from overland.words import clock, counted_words
 
 if TYPE_CHECKING:
@@ -37,59 +38,43 @@ SourceImport = Annotated[
 ]
 
 
-@user_errors
+@verb
 def build(
     path: CorpusPath,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Folder with tokenizer.json or tokenizer.model; required for text."),
-    ] = None,
-    out: Annotated[
-        str | None, typer.Option(help="Parent folder of the corpus.", show_default="./data")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the corpus.", show_default="as PATH")
-    ] = None,
+    tokenizer: str | None = None,
+    out: Annotated[str | None, typer.Option(show_default="./data")] = None,
+    name: Annotated[str | None, typer.Option(show_default="as PATH")] = None,
     column: Column = None,
     subset: Subset = None,
     split: Split = None,
     dtype: Dtype = None,
-    skip_bad: Annotated[
-        bool,
-        typer.Option("--skip-bad", help="Skip and count documents that cannot be read."),
-    ] = False,
-    bos: Annotated[
-        bool | None,
-        typer.Option(
-            help="Begin each document with the BOS token.", show_default="as the tokenizer does"
-        ),
-    ] = None,
-    eos: Annotated[bool, typer.Option(help="End each document with the EOS token.")] = True,
-    processes: Annotated[
-        int | None,
-        typer.Option(help="Number of tokenizer processes.", min=1, show_default="one per core"),
-    ] = None,
-    part: Annotated[
-        str | None,
-        typer.Option(help="Build only this part, such as 2/8; parts can run in parallel."),
-    ] = None,
-    array: Annotated[
-        bool, typer.Option("--array", help="Build the part of this task in a Slurm job array.")
-    ] = False,
-    sft: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="For fine-tuning: a key of [sft], such as shape=auto; repeatable.",
-        ),
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(help="With --sft: training.seq_len.", min=1, show_default="2048")
-    ] = None,
+    skip_bad: bool = False,
+    bos: Annotated[bool | None, typer.Option(show_default="as the tokenizer does")] = None,
+    eos: bool = True,
+    processes: Annotated[int | None, typer.Option(min=1, show_default="one per core")] = None,
+    part: str | None = None,
+    array: bool = False,
+    sft: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, show_default="2048")] = None,
     custom_import: SourceImport = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Tokenize a corpus into shards ahead of training. Run again to resume an interrupted build."""
+    """Tokenize a corpus into shards ahead of training. Run again to resume an interrupted build.
+
+    Args:
+        tokenizer: Folder with tokenizer.json or tokenizer.model; required for text.
+        out: Parent folder of the corpus.
+        name: Name of the corpus.
+        skip_bad: Skip and count documents that cannot be read.
+        bos: Begin each document with the BOS token.
+        eos: End each document with the EOS token.
+        processes: Number of tokenizer processes.
+        part: Build only this part, such as 2/8; parts can run in parallel.
+        array: Build the part of this task in a Slurm job array.
+        sft: For fine-tuning: a key of [sft], such as shape=auto; repeatable.
+        seq_len: With --sft: training.seq_len.
+        as_json: One JSON object.
+    """
     from overland.apps.data import build as builder
     from overland.config.schema import Data
     from overland.data.layout import lay_out, read_layout
@@ -111,8 +96,7 @@ def build(
         source = source_at(path, column, subset, split, dtype, skip_bad)
         if tokenizer is not None:
             opened = Tokenizer(Path(tokenizer).expanduser(), add_bos=bos, add_eos=eos)
-    for note in source.notes:
-        to_stderr(f"note: {note}")
+    print_notes(*source.notes)
     started = time.monotonic()
     name = name or Path(path).expanduser().resolve().name
     root = Path(out or Data().folder).expanduser()
@@ -158,7 +142,6 @@ def sft_config(
     from overland.config.arguments import parse_arguments
     from overland.config.errors import ConfigError
     from overland.config.validate import check_switches, validate_entries
-    from overland.errors import DataError
 
     if not given:
         if seq_len is not None:
@@ -192,8 +175,6 @@ def sft_lines(config: JobConfig | None) -> Iterator[str]:
 
 def check_apart(source: Path, out: Path) -> None:
     """Refuses to write a corpus inside its own source folder, where it would become input."""
-    from overland.errors import DataError
-
     whole = source.resolve()
     if whole.is_dir() and out.resolve().is_relative_to(whole):
         raise DataError(
@@ -247,8 +228,6 @@ def source_at(
 
 def find_part(part: str | None, array: bool, environment: Mapping[str, str]) -> tuple[int, int]:
     """Returns the part, counted from 0, and the number of parts, from `I/N` or from Slurm."""
-    from overland.errors import DataError
-
     if array:
         keys = ("ID", "MIN", "COUNT")
         values = [environment.get(f"SLURM_ARRAY_TASK_{key}", "") for key in keys]

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overland.cli.common import complete_recipe, user_errors
+from overland.apps.streams import SafeConsole
+from overland.cli.common import complete_recipe, verb
+from overland.errors import DataError
 from overland.words import any_of, first_few, visible
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ COLORS = ("cyan", "yellow", "green", "magenta", "blue")
 MOST_PLACES = 4  # documents that the line above a row names
 
 
-@user_errors
+@verb
 def preview(
     config: Annotated[
         str,
@@ -41,8 +43,6 @@ def preview(
     """Show exactly what the model sees at a step. One color per document, dim where no loss is
     taken. In conversations, only what is learned is bright, and special tokens are reversed."""
     from overland.apps.dataset import open_step
-    from overland.apps.streams import SafeConsole
-    from overland.errors import DataError
 
     loaded, batch = open_step(config, list(settings or []), step)
     size = loaded.plan.segment(batch).global_batch_size

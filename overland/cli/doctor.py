@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from overland.cli.common import complete_site, user_errors
+from overland.cli.common import complete_site, verb
 from overland.words import number_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WIDTH = 24
 
 
-@user_errors
+@verb
 def doctor(
     config: Annotated[
         str | None, typer.Argument(help="Config or recipe to start once; default: quickstart.")

@@ -17,13 +17,18 @@ import typer
 
 from overland.apps.evaluation.main import LIMITS, checked, evaluate_here
 from overland.apps.evaluation.main import evaluate as evaluate_in_process
-from overland.cli.common import user_errors, with_options_of
+from overland.cli.common import Json, verb, with_options_of
+from overland.cluster.job import BatchJob, JobRequest, RunPlace, job_name, plan_job
+from overland.cluster.submit import next_files
 from overland.errors import ClusterError
 from overland.run_folder import CONFIG, LOGS
+from overland.words import command
+from overland.world import World
+from overland.world.devices import num_local_ranks
+from overland.world.launchers import export_world, find_world
 from overland.world.signals import end_at_signal
 
 if TYPE_CHECKING:
-    from overland.cluster.job import BatchJob, JobRequest, RunPlace
     from overland.cluster.site import NamedSite
 
 STOPPED_WORDS = "stopped; finished parts are saved, and the same command resumes"
@@ -52,25 +57,15 @@ CARRIED = ("SCRATCH_ROOT", "HF_DATASETS_CACHE")  # into a job: where the tasks' 
 MOST_COLUMNS = 6  # of a curve, not counting the step
 
 
-@user_errors
+@verb
 @with_options_of(evaluate_in_process, LIMITS, without=["quiet"])
 def evaluate(
-    path: Annotated[
-        Path,
-        typer.Argument(help="A run, a checkpoint of any format, or a Hugging Face folder."),
-    ],
+    path: Path,
     *,
-    ranks: Annotated[
-        int | None,
-        typer.Option(help="Processes to start here; default: NGPU, or one per GPU.", min=1),
-    ] = None,
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Shard the parameters over the ranks.")
-    ] = False,
-    tensor_parallel: Annotated[
-        int, typer.Option(help="Number of ranks that split each matrix.", min=1)
-    ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ranks: Annotated[int | None, typer.Option(min=1)] = None,
+    shard: bool = False,
+    tensor_parallel: Annotated[int, typer.Option(min=1)] = 1,
+    as_json: Json = False,
     **options: Any,
 ) -> None:
     """Measure perplexity and task scores.
@@ -78,17 +73,23 @@ def evaluate(
     With neither --data nor --tasks, a run is evaluated on its own validation data. Results are
     saved next to the checkpoint; run the same command again to resume an evaluation that was
     stopped.
+
+    Args:
+        path: A run, a checkpoint of any format, or a Hugging Face folder.
+        ranks: Processes to start here; default: NGPU, or one per GPU.
+        shard: Shard the parameters over the ranks.
+        tensor_parallel: Number of ranks that split each matrix.
+        as_json: Print JSON.
     """
     end_at_signal(STOPPED_WORDS)
     given = checked({"path": path, **options})
     from overland.config.arguments import log_ranks, ngpu
-    from overland.world import World
-    from overland.world.launchers import export_world, find_world
 
     world = find_world()
     if world is not None:
         export_world(world)
-    num_ranks = world.size if world is not None else ranks or ngpu(os.environ) or num_devices()
+    # On a CPU a single one, which uses all cores.
+    num_ranks = world.size if world else ranks or ngpu(os.environ) or num_local_ranks(on_cpu=1)
     require_degree(tensor_parallel, num_ranks)
     if world is None and num_ranks > 1:
         printing = log_ranks(os.environ)
@@ -103,17 +104,6 @@ def evaluate(
         advises = given["prefix"] == "auto"
         shown = tables(results, is_sweep=given["steps"] is not None, advises=advises)
         print(*shown, sep="\n\n")
-
-
-def num_devices() -> int:
-    """Returns one rank per GPU; on a CPU a single one, which uses all cores."""
-    from overland.world.devices import may_have_accelerator
-
-    if not may_have_accelerator():
-        return 1
-    import torch
-
-    return torch.accelerator.device_count() or 1
 
 
 def require_degree(tensor_parallel: int, num_ranks: int) -> None:
@@ -249,9 +239,7 @@ def plan_evaluation(
     words: list[str], site: NamedSite, wanted: JobRequest, dry_run: bool
 ) -> tuple[BatchJob, dict[Path, str]]:
     """Checks the options of `overland eval`; returns the job and its script."""
-    from overland.cluster.job import job_name, plan_job
     from overland.cluster.script import render_evaluation
-    from overland.cluster.submit import next_files
 
     options = check_words(words, wanted)
     if not dry_run:
@@ -298,7 +286,6 @@ def check_tasks(options: dict[str, Any]) -> None:
         return
     from overland.apps.evaluation.task_data import task_names, tasks_root
     from overland.apps.evaluation.task_run import needs_of, no_network
-    from overland.words import command
 
     no_network()
     names = task_names(options["tasks"])
@@ -318,7 +305,6 @@ def place_for(options: dict[str, Any]) -> RunPlace:
     """Returns where scripts and logs go: the run folder, or next to the weights."""
     from overland.apps.evaluation.model import find_run
     from overland.apps.evaluation.results import place_of
-    from overland.cluster.job import RunPlace
     from overland.cluster.script import session_file
 
     path = options["path"].absolute()

@@ -16,7 +16,8 @@ from overland.apps.evaluation.main import generate as generate_in_process
 from overland.apps.evaluation.main import open_model
 from overland.apps.progress import progress_bar
 from overland.apps.streams import raw
-from overland.cli.common import user_errors, with_options_of
+from overland.cli.common import Json, verb, with_options_of
+from overland.errors import DataError, OverlandError
 
 if TYPE_CHECKING:
     from overland.apps.evaluation.chat import Asking
@@ -29,7 +30,7 @@ LOADING = ("base", "tokenizer", "config", "dtype", "device", "step")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
-@user_errors
+@verb
 @with_options_of(
     generate_in_process,
     {"num_tokens": 1, "batch_size": 1},
@@ -37,35 +38,27 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
 )
 @with_options_of(open_model, {"step": 0}, without=["needs_tokenizer"])
 def generate(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="A run folder, a checkpoint of any format, a Hugging Face folder or an adapter."
-        ),
-    ],
-    prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts to continue.")
-    ] = None,
+    path: Path,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...")] = None,
     *,
-    prompt: Annotated[list[str] | None, typer.Option(help="Same as PROMPT; repeatable.")] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(help="File of prompts, one per line, or JSON lines; - is standard input."),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="Treat prompts as questions; without prompts, start a conversation."
-        ),
-    ] = False,
-    parse_specials: Annotated[
-        bool | None,
-        typer.Option(help="Names of special tokens in PROMPT stand for the tokens (default)."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
+    prompt: list[str] | None = None,
+    file: Path | None = None,
+    chat: bool = False,
+    parse_specials: bool | None = None,
+    as_json: Json = False,
     **options: Any,
 ) -> None:
-    """Continue prompts with a model, or chat with it."""
+    """Continue prompts with a model, or chat with it.
+
+    Args:
+        path: A run folder, a checkpoint of any format, a Hugging Face folder or an adapter.
+        prompts: Texts to continue.
+        prompt: Same as PROMPT; repeatable.
+        file: File of prompts, one per line, or JSON lines; - is standard input.
+        chat: Treat prompts as questions; without prompts, start a conversation.
+        parse_specials: Names of special tokens in PROMPT stand for the tokens (default).
+        as_json: Print a JSON object per line.
+    """
     from overland.apps.evaluation.chat import Asking
     from overland.apps.evaluation.prompts import (
         Prompt,
@@ -177,7 +170,6 @@ def converse(asked: Asking, as_json: bool) -> None:
     """Talks until the input ends."""
     from overland.apps.evaluation.chat import ChatSession
     from overland.apps.evaluation.prompts import check_turn
-    from overland.errors import OverlandError
 
     generator = generator_of(asked, asked.opened.context)
     talk = ChatSession(asked, generator, note)
@@ -218,8 +210,6 @@ def tell_end(asked: Asking, reason: str) -> None:
 
 def questions(is_watched: bool) -> Iterator[str]:
     """Yields the lines of the input, without blank ones."""
-    from overland.errors import DataError
-
     while True:
         try:
             line = input("> " if is_watched else "")

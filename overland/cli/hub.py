@@ -13,49 +13,44 @@ import typer
 
 from overland.apps.progress import progress_bar
 from overland.apps.streams import raw
-from overland.cli.common import user_errors
+from overland.cli.common import Json, verb
+from overland.errors import HubError
 from overland.words import number_of
 
 if TYPE_CHECKING:
     from overland.apps.hub.fetch import Fetched, Report, Wanted
 
 
-@user_errors
+@verb
 def fetch(
     kind: Annotated[
-        Literal["model", "tokenizer", "dataset", "tasks"],
-        typer.Argument(help="model, tokenizer, dataset or tasks.", show_choices=False),
+        Literal["model", "tokenizer", "dataset", "tasks"], typer.Argument(show_choices=False)
     ],
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME", help="OWNER/NAME on the Hub; for tasks: their names, or @LIST."
-        ),
-    ],
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit; default: main.")
-    ] = None,
-    subset: Annotated[str | None, typer.Option(help="Subset (config) of a dataset.")] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(help="Fetch only files that match, e.g. '*.json'; repeatable."),
-    ] = None,
-    to: Annotated[
-        Path | None, typer.Option(help="Target folder; default: a new one below $SCRATCH_ROOT.")
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Only verify what is already here; needs no network.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Tasks: only list their datasets; needs no network.")
-    ] = False,
-    include_path: Annotated[
-        Path | None, typer.Option(help="Tasks: a folder with your own task definitions.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    names: Annotated[list[str], typer.Argument(metavar="NAME")],
+    revision: str | None = None,
+    subset: str | None = None,
+    include: list[str] | None = None,
+    to: Path | None = None,
+    verify: bool = False,
+    dry_run: bool = False,
+    include_path: Path | None = None,
+    as_json: Json = False,
 ) -> None:
     """Download a model, tokenizer, dataset or evaluation tasks. Interrupted downloads resume, and
-    every byte is verified. HF_ENDPOINT and HF_TOKEN are respected."""
+    every byte is verified. HF_ENDPOINT and HF_TOKEN are respected.
+
+    Args:
+        kind: model, tokenizer, dataset or tasks.
+        names: OWNER/NAME on the Hub; for tasks: their names, or @LIST.
+        revision: Branch, tag or commit; default: main.
+        subset: Subset (config) of a dataset.
+        include: Fetch only files that match, e.g. '*.json'; repeatable.
+        to: Target folder; default: a new one below $SCRATCH_ROOT.
+        verify: Only verify what is already here; needs no network.
+        dry_run: Tasks: only list their datasets; needs no network.
+        include_path: Tasks: a folder with your own task definitions.
+        as_json: Print JSON.
+    """
     from overland.apps.hub.fetch import Wanted, default_folder
     from overland.apps.hub.fetch import fetch as fetch_files
 
@@ -94,7 +89,6 @@ def fetch_for_tasks(
         tasks_root,
     )
     from overland.apps.evaluation.task_run import needs_of
-    from overland.errors import HubError
 
     wanted = task_names(names)
     needs = needs_of(wanted, include_path)
@@ -159,27 +153,30 @@ def print_fetched(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) ->
     print(f"\nIn a config:\n\n{lines}", end="")
 
 
-@user_errors
+@verb
 def push(
-    folder: Annotated[Path, typer.Argument(help="Folder to upload, such as RUN/hf.")],
-    name: Annotated[
-        str, typer.Argument(help="OWNER/NAME on the Hub; created if it does not exist.")
-    ],
+    folder: Path,
+    name: str,
     repo_type: Annotated[
-        Literal["model", "dataset"],
-        typer.Option("--type", help="model or dataset.", show_choices=False),
+        Literal["model", "dataset"], typer.Option("--type", show_choices=False)
     ] = "model",
-    private: Annotated[
-        bool, typer.Option("--private", help="Create the repository as private.")
-    ] = False,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, created if it does not exist; default: main.")
-    ] = None,
-    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    as_json: Json = False,
 ) -> None:
     """Upload a folder of weights or data to the Hugging Face Hub. What arrived is verified.
-    HF_ENDPOINT and HF_TOKEN are respected."""
+    HF_ENDPOINT and HF_TOKEN are respected.
+
+    Args:
+        folder: Folder to upload, such as RUN/hf.
+        name: OWNER/NAME on the Hub; created if it does not exist.
+        repo_type: model or dataset.
+        private: Create the repository as private.
+        revision: Branch, created if it does not exist; default: main.
+        message: Commit message.
+        as_json: Print JSON.
+    """
     from overland.apps.hub.push import push as push_files
 
     with redirect_stderr(raw(sys.stderr)):  # where the client of the Hub draws its bars

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from overland.cli.common import complete_recipe, user_errors
+from overland.cli.common import complete_recipe, verb
 from overland.errors import OverlandError
 from overland.words import any_of, command, did_you_mean, in_columns, nearest_name
 
@@ -20,28 +20,23 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 EXECUTABLE = 0o111
 
 
-@user_errors
+@verb
 def init(
     recipe: Annotated[
-        str | None,
-        typer.Argument(help="Recipe to copy.", show_default=False, autocompletion=complete_recipe),
+        str | None, typer.Argument(show_default=False, autocompletion=complete_recipe)
     ] = None,
-    dest: Annotated[
-        Path | None,
-        typer.Argument(help="File or folder to copy it to; default: here.", show_default=False),
-    ] = None,
-    from_: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="NAME",
-            help="Copy the scripts of another trainer instead: overland init --from NAME [FOLDER]",
-            show_default=False,
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite DEST.")] = False,
+    dest: Annotated[Path | None, typer.Argument(show_default=False)] = None,
+    from_: Annotated[str | None, typer.Option("--from", metavar="NAME", show_default=False)] = None,
+    force: bool = False,
 ) -> None:
-    """List the recipes, or copy one here as a commented TOML file."""
+    """List the recipes, or copy one here as a commented TOML file.
+
+    Args:
+        recipe: Recipe to copy.
+        dest: File or folder to copy it to; default: here.
+        from_: Copy the scripts of another trainer instead: overland init --from NAME [FOLDER]
+        force: Overwrite DEST.
+    """
     if from_ is not None:
         if dest is not None:
             raise typer.BadParameter(f"--from {from_} takes one folder", param_hint=str(dest))

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from overland.apps.streams import raw
-from overland.cli.common import user_errors
+from overland.cli.common import verb
+from overland.cluster.slurm_jobs import srun_on
+from overland.errors import ClusterError
+from overland.world.devices import num_local_ranks
+from overland.world.launchers import find_world
 
 if TYPE_CHECKING:
     from overland.cluster.preflight.conduct import PreflightSettings
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 BAD = 1
 
 
-@user_errors
+@verb
 def preflight(
     config: Annotated[
         str | None, typer.Argument(help="Config whose hash, run folder and backend are tested.")
@@ -70,11 +74,7 @@ def run(
         preflight_here,
     )
     from overland.cluster.preflight.start import nodes_of, srun_words, tasks_per_node
-    from overland.cluster.slurm_jobs import srun_on
     from overland.config.arguments import ngpu
-    from overland.errors import ClusterError
-    from overland.world.devices import num_local_ranks
-    from overland.world.launchers import find_world
 
     world = find_world(env)
     if world is not None and world.size > 1:

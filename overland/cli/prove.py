@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overland.apps.progress import progress_bar
-from overland.cli.common import user_errors
+from overland.cli.common import print_notes, verb
+from overland.words import any_of
+from overland.world.devices import mps_note
 
 if TYPE_CHECKING:
     from overland.apps.proofs.evidence import Evidence
@@ -44,7 +46,7 @@ app = typer.Typer(help=ABOUT, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
-@user_errors
+@verb
 def layout(
     config: Annotated[
         str | None, typer.Argument(help="Config that gives the model, recomputation and compile.")
@@ -71,7 +73,6 @@ def layout(
     )
     from overland.apps.proofs.layouts import FIVE_AXES, LAYOUTS, OWN, SHORT
     from overland.apps.proofs.pool import RankPool
-    from overland.words import any_of
 
     if dtype not in TOLERANCES:
         raise wrong_option(f"expected {any_of(list(TOLERANCES))}", "--dtype", dtype)
@@ -101,7 +102,7 @@ def layout(
 
 
 @app.command()
-@user_errors
+@verb
 def resume(
     layouts: Annotated[
         str, typer.Option(help="Names of layouts, tried in all ordered pairs; or dozen.")
@@ -137,7 +138,7 @@ def resume(
 
 
 @app.command()
-@user_errors
+@verb
 def checkpoint(
     path: Annotated[
         Path, typer.Argument(help="A checkpoint, or a run folder for all of its checkpoints.")
@@ -166,7 +167,7 @@ def checkpoint(
 
 
 @app.command()
-@user_errors
+@verb
 def data(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     first: Annotated[int | None, typer.Option("--from", help="First step.", min=1)] = None,
@@ -228,8 +229,6 @@ def check_device(device: str, ranks_per_device: int | None) -> None:
 
 def check_sharing(device: str, layouts: list[ProofLayout], ranks_per_device: int | None) -> None:
     """Refuses layouts that need more ranks than may share the GPUs, and says if ranks share any."""
-    from overland.world.devices import mps_note
-
     if device == "cpu":
         return
     gpus = num_gpus()
@@ -240,8 +239,7 @@ def check_sharing(device: str, layouts: list[ProofLayout], ranks_per_device: int
         raise wrong_option(message, "--ranks-per-device", str(ranks_per_device))
     if each > 1:
         note = mps_note()
-        words = f"up to {each} ranks share a GPU" + (f"; {note}" if note else "")
-        print(f"note: {words}", file=sys.stderr)
+        print_notes(f"up to {each} ranks share a GPU" + (f"; {note}" if note else ""))
 
 
 def num_gpus() -> int:

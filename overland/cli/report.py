@@ -10,40 +10,31 @@ from typing import Annotated
 
 import typer
 
-from overland.cli.common import user_errors
+from overland.apps.progress import progress_bar
+from overland.cli.common import Json, verb
 
 PAGE = "report.html"
 SLURM_PATIENCE = 5.0
 
 
-@user_errors
+@verb
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN [RUN ...]", help="Run folders.", show_default=False),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Page to write; default: report.html, in the run folder or (several runs) here.",
-            show_default=False,
-        ),
-    ] = None,
-    svg: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Also write each plot as SVG.", show_default=False),
-    ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the numbers as JSON; write a page only with --output."),
-    ] = False,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", show_default=False)],
+    output: Annotated[Path | None, typer.Option(show_default=False)] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="DIR", show_default=False)] = None,
+    as_json: Json = False,
 ) -> None:
     """Write an HTML report on one run, or comparing several.
 
     The page is one self-contained file: curves, sessions, where the time went, data, samples and
     config. It changes nothing that training uses, so it is safe to run during training.
+
+    Args:
+        runs: Run folders.
+        output: Page to write; default: report.html, in the run folder or (several runs) here.
+        svg: Also write each plot as SVG.
+        as_json: Print the numbers as JSON; write a page only with --output.
     """
-    from overland.apps.progress import progress_bar
     from overland.apps.report.page import numbers_of, write_page, write_plots
     from overland.apps.report.summary import open_runs
 

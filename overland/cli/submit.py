@@ -20,16 +20,28 @@ from typer.core import TyperCommand
 
 import overland
 from overland.cli.common import (
+    Json,
     Settings,
     complete_site,
+    print_notes,
     split_settings,
-    user_errors,
+    verb,
     with_options_of,
 )
-from overland.cluster.job import LEAST, JobRequest
+from overland.cluster.job import (
+    LEAST,
+    BatchJob,
+    JobRequest,
+    RunPlace,
+    num_devices_per_node,
+    plan_job,
+)
+from overland.cluster.submit import check_scheduler, finds_overland, how_to_follow, next_files
+from overland.errors import ClusterError
+from overland.run_folder import STOPPED, RunFolder, remove_old_stop
+from overland.words import command, in_columns
 
 if TYPE_CHECKING:
-    from overland.cluster.job import BatchJob, RunPlace
     from overland.cluster.site import NamedSite
     from overland.config.errors import ProblemKind
     from overland.config.load import Loaded
@@ -45,29 +57,19 @@ class Submit(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@user_errors
+@verb
 @with_options_of(JobRequest, LEAST)
 def submit(
     settings: Settings = None,
-    site: Annotated[
-        str | None,
-        typer.Option(
-            help="Site name or file; with no value, lists sites.", autocompletion=complete_site
-        ),
-    ] = None,
+    site: Annotated[str | None, typer.Option(autocompletion=complete_site)] = None,
     *,
     account: Annotated[str | None, typer.Option(envvar="SBATCH_ACCOUNT")] = None,
     partition: Annotated[str | None, typer.Option(envvar="SBATCH_PARTITION")] = None,
     qos: Annotated[str | None, typer.Option(envvar="SBATCH_QOS")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script without submitting it.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    sites: Annotated[bool, typer.Option("--sites", help="List the sites.")] = False,
-    evaluation: Annotated[
-        bool,
-        typer.Option("--eval", help="CONFIG is a checkpoint, evaluated in a one-node job."),
-    ] = False,
+    dry_run: bool = False,
+    as_json: Json = False,
+    sites: bool = False,
+    evaluation: Annotated[bool, typer.Option("--eval")] = False,
     **options: Any,
 ) -> None:
     """Submit a run to Slurm as a chain of jobs.
@@ -76,13 +78,17 @@ def submit(
     the previous one stopped; jobs that are no longer needed end at once. With --eval, other
     options are those of `overland eval`: overland submit CHECKPOINT --eval --tasks hellaswag --site
     NAME
+
+    Args:
+        site: Site name or file; with no value, lists sites.
+        dry_run: Print the script without submitting it.
+        as_json: Print JSON.
+        sites: List the sites.
+        evaluation: CONFIG is a checkpoint, evaluated in a one-node job.
     """
-    from overland.cluster.job import num_devices_per_node, plan_job
     from overland.cluster.script import render_job
     from overland.cluster.site import load_site, site_files
-    from overland.cluster.submit import next_files
     from overland.config.write import to_toml
-    from overland.errors import ClusterError
 
     if sites or (site is None and not settings):
         print(list_sites())
@@ -122,19 +128,16 @@ def submit(
 def finish(job: BatchJob, texts: dict[Path, str], dry_run: bool, as_json: bool) -> None:
     """Submits a job with these files, of which the first is its script, or prints that."""
     from overland.cluster.script import refuse_secret_values
-    from overland.cluster.submit import check_scheduler, finds_overland, how_to_follow
     from overland.cluster.submit import submit as hand_in
-    from overland.run_folder import remove_old_stop
 
     script, text = next(iter(texts.items()))
     refuse_secret_values("".join(texts.values()))
     if not finds_overland(job):
         checkout = Path(overland.__file__).parent.parent
-        print(
-            "note: Python finds Overland here only through PYTHONPATH or the current folder, which "
-            'jobs do not have: they would fail with "No module named overland"; run `pip install '
-            f"-e {checkout}` first",
-            file=sys.stderr,
+        print_notes(
+            "Python finds Overland here only through PYTHONPATH or the current folder, which jobs "
+            'do not have: they would fail with "No module named overland"; run `pip install -e '
+            f"{checkout}` first"
         )
     if dry_run:
         shown = json.dumps({**job.to_json(), "script": text}, indent=2) + "\n"
@@ -142,7 +145,7 @@ def finish(job: BatchJob, texts: dict[Path, str], dry_run: bool, as_json: bool) 
         return
     check_scheduler(job)
     if not job.place.evaluates and (note := remove_old_stop(job.place.run)):
-        print(f"note: {note}", file=sys.stderr)
+        print_notes(note)
     ids = hand_in(job, texts)
     if as_json:
         print(json.dumps({**job.to_json(), "script": str(script), "jobs": ids}, indent=2))
@@ -153,7 +156,6 @@ def finish(job: BatchJob, texts: dict[Path, str], dry_run: bool, as_json: bool) 
 
 def list_sites() -> str:
     from overland.cluster.site import load_site, site_files
-    from overland.words import command, in_columns
 
     sites = {name: load_site(str(path)) for name, path in sorted(site_files().items())}
     lines = in_columns({name: site.facts.description for name, site in sites.items()})
@@ -167,15 +169,13 @@ def load_for_chain(
     """Returns the config, checked for a chain of jobs. Only a dry run allows missing files."""
     from overland.apps.check.rehearsal import require_start
     from overland.checks import load_checked
-    from overland.errors import ClusterError
     from overland.training.main import with_fresh_folder
 
     source, arguments = split_settings(settings)
     waive: set[ProblemKind] = {"machine", "missing"} if waive_missing else {"machine"}
     loaded, problems = load_checked(source, arguments, world_size=world_size, waive=waive)
     problems += require_start(loaded)
-    for note in [*loaded.notes_at_start(), *(str(p) for p in problems if p.kind != "machine")]:
-        print(f"note: {note}", file=sys.stderr)
+    print_notes(*loaded.notes_at_start(), *(p for p in problems if p.kind != "machine"))
     loaded = replace(loaded, config=with_fresh_folder(loaded.config))
     checkpoint = loaded.config.checkpoint
     if wanted.sessions > 1 and not checkpoint.enable:
@@ -196,8 +196,6 @@ JOBS_OWN = {"HOME", "USER", "LOGNAME", "PATH", "PWD", "SHELL", "TMPDIR"}
 
 def variables_to_carry(loaded: Loaded) -> dict[str, str]:
     """Returns the variables in the config's paths, except those that every job sets itself."""
-    from overland.errors import ClusterError
-
     for name in loaded.variables:
         if name.startswith(("SLURM_", "SBATCH_")):
             raise ClusterError(
@@ -213,10 +211,7 @@ def can_be_repeated(config: JobConfig) -> bool:
 
 
 def run_place(config: JobConfig) -> RunPlace:
-    from overland.cluster.job import RunPlace
     from overland.cluster.script import session_file
-    from overland.errors import ClusterError
-    from overland.run_folder import STOPPED, RunFolder
 
     folder, training = RunFolder(config), config.training
     steps, length = training.steps, f"{training.steps} steps"
@@ -247,8 +242,6 @@ def run_place(config: JobConfig) -> RunPlace:
 
 def existing(option: str, name: str, way_out: str) -> str:
     """Returns the absolute path of a file that an option names."""
-    from overland.errors import ClusterError
-
     path = Path(name).expanduser().absolute()
     if not path.is_file():
         raise ClusterError(f"{option} {name}: no such file; {way_out}")
@@ -262,7 +255,6 @@ def with_packed_python(site: NamedSite, wanted: JobRequest) -> JobRequest:
     """Returns the request with the packed environment that is asked for, or the one that the site's
     setup script made, for a job of several nodes with disks of their own; reports what is used."""
     from overland.cluster.script import packed_by_setup
-    from overland.words import command
 
     if wanted.packed_env == "none":
         return replace(wanted, packed_env=None)
@@ -289,25 +281,25 @@ def with_packed_python(site: NamedSite, wanted: JobRequest) -> JobRequest:
         )
     else:
         return wanted
-    print(f"note: {words}", file=sys.stderr)
+    print_notes(words)
     return replace(wanted, packed_env=str(packed) if packed else None)
 
 
-@user_errors
+@verb
 def env(
     site: Annotated[
-        str | None,
-        typer.Argument(help="Site name or file.", show_default=False, autocompletion=complete_site),
+        str | None, typer.Argument(show_default=False, autocompletion=complete_site)
     ] = None,
-    job: Annotated[
-        bool,
-        typer.Option("--job", help="What a job needs instead: modules, network and caches."),
-    ] = False,
+    job: bool = False,
 ) -> None:
     """Print the one-time setup script for a cluster. It is commented.
 
     With --job, print the lines for a job script of your own. They install nothing:
     eval "$(overland env SITE --job)"
+
+    Args:
+        site: Site name or file.
+        job: What a job needs instead: modules, network and caches.
     """
     from overland.cluster.script import render_session, render_setup
     from overland.cluster.site import load_site
@@ -318,20 +310,26 @@ def env(
     print((render_session if job else render_setup)(load_site(site)), end="")
 
 
-@user_errors
+@verb
 def supervise(
-    config: Annotated[Path, typer.Argument(help="Config as saved by `overland submit`.")],
-    launch: Annotated[list[str], typer.Argument(help="srun … python -P -m overland")],
-    nodes: Annotated[int, typer.Option(help="Nodes to train on; the others are spares.", min=1)],
+    config: Path,
+    launch: list[str],
+    nodes: Annotated[int, typer.Option(min=1)],
     tasks_per_node: Annotated[int, typer.Option(min=1)],
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Steps after which the run is done; default: from the config."),
-    ] = None,
-    preflight: Annotated[bool, typer.Option(help="Test all nodes first.")] = True,
-    requeue: Annotated[bool, typer.Option(help="Requeue the job when good nodes run out.")] = False,
+    steps: int | None = None,
+    preflight: bool = True,
+    requeue: bool = False,
 ) -> None:
-    """Start, watch and restart the ranks of a job; used by the scripts of `overland submit`."""
+    """Start, watch and restart the ranks of a job; used by the scripts of `overland submit`.
+
+    Args:
+        config: Config as saved by `overland submit`.
+        launch: srun … python -P -m overland
+        nodes: Nodes to train on; the others are spares.
+        steps: Steps after which the run is done; default: from the config.
+        preflight: Test all nodes first.
+        requeue: Requeue the job when good nodes run out.
+    """
     from overland.cluster.supervise.policy import MAX_FAILED_STARTS
     from overland.cluster.supervise.supervised import Supervised
     from overland.cluster.supervise.supervisor import supervise

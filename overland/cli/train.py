@@ -8,47 +8,43 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from overland.cli.common import Settings, split_settings, user_errors
+from overland.cli.check import report
+from overland.cli.common import Settings, print_notes, split_settings, verb
 from overland.run_folder import RunFolder, remove_old_stop
-from overland.world.signals import STOPPED, end_at_signal, say_at_signal
+from overland.world import World
+from overland.world.devices import num_local_ranks
+from overland.world.heartbeat import Heartbeat
+from overland.world.launchers import export_world, find_world
+from overland.world.signals import LAUNCHED, STOPPED, end_at_signal, say_at_signal
 
 if TYPE_CHECKING:
     from overland.config.schema import JobConfig
-    from overland.world import World
-    from overland.world.heartbeat import Heartbeat
 
 
-@user_errors
+@verb
 def train(
     settings: Settings = None,
-    resume: Annotated[
-        str | None, typer.Option(help="auto, none, or the path of a checkpoint.")
-    ] = None,
-    skip_optimizer: Annotated[
-        bool, typer.Option("--skip-optimizer", help="Resume with a fresh optimizer.")
-    ] = False,
+    resume: str | None = None,
+    skip_optimizer: bool = False,
     skip_optimizer_before: Annotated[  # the spelling of earlier versions
         bool, typer.Option("--skip_optimizer", hidden=True)
     ] = False,
-    ranks_per_device: Annotated[
-        int | None,
-        typer.Option(
-            help="Ranks that share each GPU, to try a layout on few.", min=1, show_default=False
-        ),
-    ] = None,
+    ranks_per_device: Annotated[int | None, typer.Option(min=1, show_default=False)] = None,
 ) -> None:
     """Train a model, or resume a run.
 
     CONFIG is a TOML or YAML file, the name of a recipe (see `overland init`) or a run folder. Run
     the same command again to resume. Environment: CONFIG_FILE, NGPU, LOG_RANK, COMM_BACKEND,
     DRY_RUN=1.
+
+    Args:
+        resume: auto, none, or the path of a checkpoint.
+        skip_optimizer: Resume with a fresh optimizer.
+        ranks_per_device: Ranks that share each GPU, to try a layout on few.
     """
     end_at_signal("stopped before the first step; nothing to save")
-    from overland.cli.check import report
     from overland.cluster.agent import under_watch
     from overland.config.arguments import dry_run, ngpu
-    from overland.world import World
-    from overland.world.launchers import export_world, find_world
 
     source, arguments = split_settings(settings)
     arguments += [f"checkpoint.resume={resume}"] if resume is not None else []
@@ -75,9 +71,6 @@ def train_here(
     from overland.checks import load_checked
     from overland.config.arguments import log_ranks, ngpu
     from overland.training.main import launch, train_rank, with_fresh_folder
-    from overland.world import World
-    from overland.world.devices import num_local_ranks
-    from overland.world.signals import LAUNCHED
 
     def ranks_here(config: JobConfig) -> int:
         return ngpu(os.environ) or num_local_ranks(config.comm.ranks_per_device)
@@ -86,22 +79,20 @@ def train_here(
     num_ranks = world.size if world else ranks_here(loaded.config)
     printing = log_ranks(os.environ)
     if (world is None or world.is_first) and LAUNCHED not in os.environ:
-        for note in [*loaded.notes_at_start(), *map(str, notes)]:
-            print(f"note: {note}", file=sys.stderr)
+        print_notes(*loaded.notes_at_start(), *notes)
     if step := saved_step(loaded.config):
         say_at_signal(f"stopped before the next step; step {step} is saved")
     config = loaded.config
     if world is None:
         config = with_fresh_folder(config)
         if not loaded.is_set("job.dump_folder"):
-            print(
-                f"note: the run folder is {config.job.dump_folder}, named after the config; "
-                f"set job.dump_folder to change it",
-                file=sys.stderr,
+            print_notes(
+                f"the run folder is {config.job.dump_folder}, named after the config; set "
+                "job.dump_folder to change it"
             )
         root = RunFolder(config).root
         if "SLURM_JOB_ID" not in os.environ and (note := remove_old_stop(root)):
-            print(f"note: {note}", file=sys.stderr)
+            print_notes(note)
         if num_ranks > 1:
             code, why = launch(config, num_ranks, printing)
             if why:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from overland.cli.common import user_errors
+from overland.apps.streams import SafeConsole
+from overland.cli.common import Json, verb
+from overland.errors import NoRun
 
 if TYPE_CHECKING:
     from overland.apps.watch.status import Watch
@@ -40,43 +42,32 @@ class Watching(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@user_errors
+@verb
 def watch(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="RUN",
-            help="The run folder; several with --serve. Default: the newest run below this folder.",
-            show_default=False,
-        ),
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object; implies --once.")
-    ] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)] = 2.0,
+    runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN", show_default=False)] = None,
+    once: bool = False,
+    as_json: Json = False,
+    interval: Annotated[float, typer.Option(min=0.1)] = 2.0,
     serve: Annotated[
-        int | None,
-        typer.Option(
-            metavar="[PORT]",
-            help="Show the page of `overland report` live, on 127.0.0.1.",
-            min=0,
-            max=65535,
-            show_default=False,
-        ),
+        int | None, typer.Option(metavar="[PORT]", min=0, max=65535, show_default=False)
     ] = None,
 ) -> None:
     """Watch a run live, from any machine that can see its folder. Press q to quit.
 
     With --once, the exit code gives the state: 0 alive or finished, 1 stopped or failed, 2 nothing
     to watch, 3 no sign of life.
+
+    Args:
+        runs: The run folder; several with --serve. Default: the newest run below this folder.
+        once: Print one frame and exit.
+        as_json: One JSON object; implies --once.
+        interval: Seconds between refreshes.
+        serve: Show the page of `overland report` live, on 127.0.0.1.
     """
-    from overland.apps.streams import SafeConsole
     from overland.apps.watch.files import finite
     from overland.apps.watch.listing import newest_run
     from overland.apps.watch.status import Watch
     from overland.apps.watch.view import draw
-    from overland.errors import NoRun
 
     if not runs:
         runs = [newest_run(Path())]
@@ -117,7 +108,6 @@ def follow(watched: Watch, interval: float) -> None:
     """Shows the run until it is finished, or until q or Ctrl-C."""
     from rich.live import Live
 
-    from overland.apps.streams import SafeConsole
     from overland.apps.watch.view import draw, finished_words
 
     console = SafeConsole()
@@ -168,12 +158,17 @@ def keyboard() -> Iterator[Callable[[str, float], bool]]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-@user_errors
+@verb
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Folder to search, four levels deep.")] = Path("."),
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    folder: Annotated[Path, typer.Argument()] = Path("."),
+    as_json: Json = False,
 ) -> None:
-    """List runs with their state, step, loss and age. Newest first, also with validation loss."""
+    """List runs with their state, step, loss and age. Newest first, also with validation loss.
+
+    Args:
+        folder: Folder to search, four levels deep.
+        as_json: Print a JSON list.
+    """
     from overland.apps.watch.files import finite
     from overland.apps.watch.listing import list_runs, no_runs, table, to_json
 

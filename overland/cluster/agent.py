@@ -9,6 +9,7 @@ cannot: that a process was stopped or is gone. If its connection breaks, it reco
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -120,10 +121,8 @@ def _keep(agent: subprocess.Popen[bytes], env: Mapping[str, str], over: threadin
 
 
 def calling_again() -> Iterator[int]:
-    """Yields increasing numbers of seconds to wait before reconnecting."""
-    yield from CALL_AGAIN_SECONDS
-    while True:
-        yield CALL_AGAIN_SECONDS[-1]
+    """Returns increasing numbers of seconds to wait before reconnecting."""
+    return itertools.chain(CALL_AGAIN_SECONDS, itertools.repeat(CALL_AGAIN_SECONDS[-1]))
 
 
 def main() -> None:
@@ -191,9 +190,7 @@ def dump(folder: Path, signs: list[Sign]) -> dict[str, str]:
     for sign in signs:
         with contextlib.suppress(ProcessLookupError):
             os.kill(sign.pid, stacks_signal())
-        is_stopped = (
-            state_of(sign.pid) in STOPPED_STATES
-        )  # then its pipe listens, but nobody writes
+        is_stopped = state_of(sign.pid) in STOPPED_STATES  # its pipe then listens in vain
         if not is_stopped and _poke(folder / f"nccl_{sign.rank}.pipe"):
             awaited.append(Path(f"{os.environ.get(FILES, '')}{sign.rank}"))
     deadline = time.monotonic() + RECORD_SECONDS

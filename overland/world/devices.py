@@ -30,7 +30,7 @@ RANKS_PER_DEVICE = "comm.ranks_per_device"
 CPU_RANKS = 2  # without accelerators: enough to make every run distributed
 
 
-def num_local_ranks(per_device: int = 1) -> int:
+def num_local_ranks(per_device: int = 1, on_cpu: int = CPU_RANKS) -> int:
     """Returns the number of ranks: one per accelerator, or as many as share one, or a few on the
     CPU if there is none."""
     count = 0
@@ -38,7 +38,7 @@ def num_local_ranks(per_device: int = 1) -> int:
         import torch
 
         count = torch.accelerator.device_count() * per_device
-    return count or min(CPU_RANKS, os.cpu_count() or 1)
+    return count or min(on_cpu, os.cpu_count() or 1)
 
 
 def may_have_accelerator() -> bool:

@@ -75,9 +75,9 @@ def test_a_file_that_the_system_refuses_is_the_users_to_mend(tmp_path: Path) -> 
 def test_an_error_that_cannot_be_printed_still_gives_its_exit_code() -> None:
     """A rank's log is on the disk that is full."""
     code = (
-        "from overland.cli.common import user_errors\n"
+        "from overland.cli.common import verb\n"
         "from overland.errors import NotSavedError\n"
-        "@user_errors\ndef fail(): raise NotSavedError('x')\n"
+        "@verb\ndef fail(): raise NotSavedError('x')\n"
         "import typer\ntry: fail()\nexcept typer.Exit as end: raise SystemExit(end.exit_code)"
     )
     with open("/dev/full", "wb") as full:

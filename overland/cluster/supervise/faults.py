@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from overland.errors import ClusterError, Kind
@@ -24,7 +24,6 @@ from overland.world.signals import ENDED, SAYS, Said
 KILLED = r"Killed|Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
 HARDWARE = r"uncorrectable|\bECC\b|\bXid\b|hardware error"
 NCCL_TIMEOUT = "Watchdog caught collective operation timeout"
-NOTHING = "no output"
 TIMED_OUT = "a collective timed out"
 LINES_KEPT = 40  # of each rank
 
@@ -144,8 +143,11 @@ class Findings:
             return Fault(Kind.NODE, f"{', '.join(nodes)} fell silent", nodes=nodes)
         hang = [self.hang] if self.hang else []
         causes = [*said, *self._seen_causes(), *self._gone_causes(), *hang]
+        if not causes:
+            words = self.last_line or "no output from srun"
+            return Fault(Kind.UNKNOWN, f"the ranks ended without reporting an error: {words}")
         order = list(Kind)
-        return min(causes, key=lambda fault: order.index(fault.kind), default=self._unexplained())
+        return min(causes, key=lambda fault: order.index(fault.kind))
 
     def _said_causes(self) -> list[Fault]:
         """Returns the first report of each kind. An error on several nodes is not blamed on one."""
@@ -187,12 +189,14 @@ class Findings:
                 place = "" if "Killed" in end.how else f"{name_ranks(end.ranks)}: {end.how}"
                 return [Fault(Kind.KILLED, f"{who}: {end.how}", end.ranks, nodes, place)]
             if "exit code" in end.how:
-                words = self._last_words(end.ranks)
-                kind = Kind.CODE if self._has_trace(end.ranks) else Kind.UNKNOWN
+                lines = [line for rank in end.ranks for line in self._lines.get(rank, [])]
+                kind = Kind.UNKNOWN
+                if any("Traceback" in line for line in lines):
+                    kind = Kind.CODE
                 if re.search(r"exit code 2\b", end.how):  # a user error before rendezvous
                     kind = Kind.CONFIG
-                place = words if words != NOTHING else ""
-                return [Fault(kind, f"{who}: {words}", end.ranks, nodes, place)]
+                place = lines[-1] if lines else ""
+                return [Fault(kind, f"{who}: {place or 'no output'}", end.ranks, nodes, place)]
         return []
 
     def _gone_causes(self) -> list[Fault]:
@@ -203,19 +207,6 @@ class Findings:
         how = "ended with exit code 0" if ranks[0] in self.ended else "is gone"
         what = f"{name_ranks(ranks)} on {', '.join(nodes)} {how} without reporting an error"
         return [Fault(Kind.UNKNOWN, what, ranks, nodes, f"{name_ranks(ranks)} {how}")]
-
-    def _lines_of(self, ranks: Sequence[int]) -> list[str]:
-        return [line for rank in ranks if rank in self._lines for line in self._lines[rank]]
-
-    def _has_trace(self, ranks: Sequence[int]) -> bool:
-        return any("Traceback" in line for line in self._lines_of(ranks))
-
-    def _last_words(self, ranks: Sequence[int]) -> str:
-        return (self._lines_of(ranks) or [NOTHING])[-1]
-
-    def _unexplained(self) -> Fault:
-        words = self.last_line or "no output from srun"
-        return Fault(Kind.UNKNOWN, f"the ranks ended without reporting an error: {words}")
 
 
 def with_recorded_ranks(fault: Fault, wait: Wait | None, nodes: Mapping[int, str]) -> Fault:
