@@ -9,8 +9,7 @@ from typing import Any
 import typer
 from words import as_code, as_markdown, table
 
-from overland.cli.examples import EXAMPLES
-from overland.cli.main import app
+from overland.cli.main import EXAMPLES, app
 
 FOLDER = "reference/command"
 

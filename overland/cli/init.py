@@ -40,7 +40,9 @@ def init(
     if from_ is not None:
         if dest is not None:
             raise typer.BadParameter(f"--from {from_} takes one folder", param_hint=str(dest))
-        init_scripts(from_, Path(recipe or "."), force)
+        for path, done in copy_scripts(from_, Path(recipe or "."), force).items():
+            print(f"{done} {path}")
+        print(f"\n{about(from_)[1]}")
     elif recipe is None:
         print(list_recipes() + "\n\n" + list_scripts())
     else:
@@ -66,12 +68,6 @@ def init_recipe(recipe: str, dest: Path | None, force: bool) -> None:
         f"Wrote {target}. Next: edit it, then `{command('overland', 'check', target)}` and "
         f"`{command('overland', 'train', target)}`."
     )
-
-
-def init_scripts(name: str, folder: Path, force: bool) -> None:
-    for path, done in copy_scripts(name, folder, force).items():
-        print(f"{done} {path}")
-    print(f"\n{about(name)[1]}")
 
 
 def script_names() -> list[str]:

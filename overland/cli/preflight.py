@@ -68,12 +68,7 @@ def run(
     job: PreflightSettings, only: str | None, env: Mapping[str, str] = os.environ
 ) -> Report | None:
     """Starts the tasks, or joins those that a launcher has already started."""
-    from overland.cluster.preflight.conduct import (
-        preflight,
-        preflight_among_ranks,
-        preflight_here,
-    )
-    from overland.cluster.preflight.start import nodes_of, srun_words, tasks_per_node
+    from overland.cluster.preflight import conduct, start
     from overland.config.arguments import ngpu
 
     world = find_world(env)
@@ -82,10 +77,10 @@ def run(
             raise ClusterError(
                 f"--nodes {only}: the launcher has already chosen the nodes; leave out --nodes"
             )
-        return preflight_among_ranks(world, job, env)
-    nodes = nodes_of(env, only)
+        return conduct.preflight_among_ranks(world, job, env)
+    nodes = start.nodes_of(env, only)
     if nodes:
-        tasks = tasks_per_node(env)
-        launch = srun_on(srun_words(tasks, env), nodes, tasks)
-        return preflight(launch, nodes, tasks, job, env)
-    return preflight_here(ngpu(env) or num_local_ranks(job.ranks_per_device), job, env)
+        tasks = start.tasks_per_node(env)
+        launch = srun_on(start.srun_words(tasks, env), nodes, tasks)
+        return conduct.preflight(launch, nodes, tasks, job, env)
+    return conduct.preflight_here(ngpu(env) or num_local_ranks(job.ranks_per_device), job, env)

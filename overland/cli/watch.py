@@ -134,28 +134,22 @@ def follow(watched: Watch, interval: float) -> None:
 def keyboard() -> Iterator[Callable[[str, float], bool]]:
     """Yields a function that waits some seconds and returns whether a key was pressed meanwhile."""
     import termios
-    import time
     import tty
 
-    if not sys.stdin.isatty():
-
-        def only_wait(key: str, seconds: float) -> bool:
-            time.sleep(seconds)
-            return False
-
-        yield only_wait
-        return
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
+    watched = [sys.stdin] if sys.stdin.isatty() else []
+    before = [termios.tcgetattr(one) for one in watched]
+    for one in watched:
+        tty.setcbreak(one)
 
     def pressed(key: str, seconds: float) -> bool:
-        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        ready, _, _ = select.select(watched, [], [], seconds)
         return bool(ready) and key in os.read(sys.stdin.fileno(), 64).decode().lower()
 
     try:
         yield pressed
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        for one, attributes in zip(watched, before, strict=True):
+            termios.tcsetattr(one, termios.TCSADRAIN, attributes)
 
 
 @verb

@@ -83,11 +83,11 @@ def may_requeue(env: Mapping[str, str]) -> bool:
     return int(env.get("SLURM_RESTART_COUNT") or 0) < MOST_RESTARTS
 
 
-def job_state(env: Mapping[str, str]) -> str:
-    """Returns Slurm's state of this job: RUNNING, CANCELLED, TIMEOUT, …; empty if unknown."""
+def job_fact(env: Mapping[str, str], name: str) -> str:
+    """Returns what Slurm says of this job under this name, in one word; empty if unknown."""
     shown = ask("scontrol", "show", "job", env.get("SLURM_JOB_ID", ""), "--oneliner")
-    state = re.search(r" JobState=(\w+)", shown)
-    return state[1] if state else ""
+    found = re.search(rf" {name}=(\w+)", shown)
+    return found[1] if found else ""
 
 
 def job_end(env: Mapping[str, str]) -> int | None:
@@ -98,7 +98,7 @@ def job_end(env: Mapping[str, str]) -> int | None:
 
 def why_asked_to_end(env: Mapping[str, str], name: str) -> str:
     """Returns why this job must end, once a process of it has received the signal of this name."""
-    state = job_state(env)
+    state = job_fact(env, "JobState")
     if state == "COMPLETING":  # this state hides the reason
         end = job_end(env)
         state = "TIMEOUT" if end is not None and time.time() >= end - 1 else "CANCELLED"
@@ -109,9 +109,7 @@ def why_asked_to_end(env: Mapping[str, str], name: str) -> str:
 def was_requeued(env: Mapping[str, str]) -> bool:
     """Returns whether the job was requeued and this process is left over from before: for example
     on a node that Slurm could not reach and removed from the job."""
-    shown = ask("scontrol", "show", "job", env.get("SLURM_JOB_ID", ""), "--oneliner")
-    restarts = re.search(r" Restarts=(\d+) ", shown)
-    return restarts is not None and int(restarts[1]) > int(env.get("SLURM_RESTART_COUNT") or 0)
+    return int(job_fact(env, "Restarts") or 0) > int(env.get("SLURM_RESTART_COUNT") or 0)
 
 
 def srun_on(launch: Sequence[str], nodes: Sequence[str], tasks_per_node: int) -> list[str]:

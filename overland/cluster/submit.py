@@ -48,29 +48,22 @@ def finds_overland(job: BatchJob) -> bool:
     keeps = wanted.here or facts.scheduler == "none"
     keeps = keeps or "PYTHONPATH" in {*wanted.env, *facts.environment, *job.place.variables}
     env = {name: value for name, value in os.environ.items() if keeps or name != "PYTHONPATH"}
-    return (
-        subprocess.run([*PYTHON, "-c", "import overland"], env=env, capture_output=True).returncode
-        == 0
-    )
+    tried = subprocess.run([*PYTHON, "-c", "import overland"], env=env, capture_output=True)
+    return tried.returncode == 0
 
 
 def check_scheduler(job: BatchJob) -> None:
     """Raises an error if the job cannot be submitted from here, before anything is written."""
-    require_sbatch(job)
-    is_queued = job.site.facts.scheduler == "slurm" and not job.wanted.here
-    if is_queued and not job.place.evaluates:
-        check_folder_is_free(job)
-
-
-def require_sbatch(job: BatchJob) -> None:
     if job.wanted.here:
         require_job(job)
-        return
-    if job.site.facts.scheduler == "slurm" and shutil.which("sbatch") is None:
-        raise ClusterError(
-            f"sbatch was not found: submit from a login node of {job.site.name}, or print the "
-            "script with --dry-run"
-        )
+    elif job.site.facts.scheduler == "slurm":
+        if shutil.which("sbatch") is None:
+            raise ClusterError(
+                f"sbatch was not found: submit from a login node of {job.site.name}, or print the "
+                "script with --dry-run"
+            )
+        if not job.place.evaluates:
+            check_folder_is_free(job)
 
 
 def require_job(job: BatchJob, env: Mapping[str, str] = os.environ) -> None:

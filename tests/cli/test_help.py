@@ -15,8 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from overland.cli.examples import EXAMPLES
-from overland.cli.main import OTHER_NAMES, app
+from overland.cli.main import EXAMPLES, OTHER_NAMES, app
 from tests.cli.processes import environment
 
 BIN = str(Path(sys.executable).parent)

@@ -185,7 +185,7 @@ def test_every_dependency_is_given_a_reason() -> None:
 
 
 # They try a disk: what they write and sync is removed again.
-TRIALS = {"cluster/supervise/supervised.py", "cluster/preflight/node.py"}
+TRIALS = {"cluster/supervise/supervised.py", "cluster/preflight/measure.py"}
 
 
 def test_files_become_durable_in_one_place() -> None:

@@ -3,7 +3,7 @@
 1. A *conductor*, on the batch host or in a shell, opens a switchboard and starts one *task* per
    device, just as training will be started (`start.py`); tasks connect back (`crew.py`, `task.py`).
 2. It orders one check after another, and all tasks run it at the same time: clocks, versions, disks
-   (`node.py`), devices (`device.py`). Checks that may hang run in a child of the task, which can be
+   and devices (`measure.py`). Checks that may hang run in a child of the task, which can be
    killed.
 3. Nodes that are good so far are paired, twice, and measure the link between them (`rounds.py`);
    then all of them sum a tensor together (`network.py`).

@@ -17,7 +17,7 @@ from pathlib import Path
 from overland.cluster.preflight import judge, start
 from overland.cluster.preflight.crew import LIMITS, Crew, Phases, Task
 from overland.cluster.preflight.judge import Bounds, Finding, Place
-from overland.cluster.preflight.node import measure_versions
+from overland.cluster.preflight.measure import measure_versions
 from overland.cluster.preflight.report import Report
 from overland.cluster.preflight.rounds import Match, Pair, judge_links, match_of, pairings, retrial
 from overland.cluster.preflight.start import Started

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from overland.cluster.preflight.device import BEST, MEDIAN, Stage, settler
+from overland.cluster.preflight.measure import BEST, MEDIAN, Stage, settler
 from overland.cluster.wire import ADDRESS, Message, own_address
 from overland.errors import ClusterError
 from overland.world import World

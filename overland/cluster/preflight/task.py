@@ -18,8 +18,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from overland.cluster.preflight import network, node
-from overland.cluster.preflight.device import Stage, measure_cpu, measure_device
+from overland.cluster.preflight import measure, network
+from overland.cluster.preflight.measure import Stage, measure_cpu, measure_device
 from overland.cluster.wire import Message, Wire
 from overland.world import World
 from overland.world.devices import may_have_accelerator
@@ -37,7 +37,14 @@ def run_task(env: Mapping[str, str] = os.environ) -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # meant for ranks, which can save
         signal.signal(number, signal.SIG_IGN)
     wire = Wire.to_first_node(env)
-    wire.send({"hello": _hello(world, env)})
+    step = env.get("SLURM_STEP_ID")
+    hello = {
+        "node": node_name(env),
+        "local": world.local_rank,
+        "step": f"{env.get('SLURM_JOB_ID')}.{step}" if step else None,
+        "accelerator": may_have_accelerator(),
+    }
+    wire.send({"hello": hello})
     task = _Task(world, wire)
     for order in _orders(wire):
         try:
@@ -45,16 +52,6 @@ def run_task(env: Mapping[str, str] = os.environ) -> None:
         except Exception as error:  # report any error to the conductor
             answer = {"error": f"{type(error).__name__}: {error}"[:300]}
         wire.send({**answer, "answer": order["number"]})
-
-
-def _hello(world: World, env: Mapping[str, str]) -> Message:
-    step = env.get("SLURM_STEP_ID")
-    return {
-        "node": node_name(env),
-        "local": world.local_rank,
-        "step": f"{env.get('SLURM_JOB_ID')}.{step}" if step else None,
-        "accelerator": may_have_accelerator(),
-    }
 
 
 def _orders(wire: Wire) -> Iterator[Message]:
@@ -74,9 +71,11 @@ class _Task:
     def do(self, order: Message) -> Message:
         match order["do"]:
             case "clock":
-                return node.measure_clock(self.wire)
+                return measure.measure_clock(self.wire)
             case "torch":
-                _load_torch()
+                # Once, before children are forked; looking for devices would touch them.
+                import torch.distributed  # noqa: F401
+
                 return {}
             case "listen":
                 self.listener = network.listen()
@@ -95,12 +94,12 @@ class _Task:
         listener = self.listener if order.get("rank") == 0 else None
         match order["do"]:
             case "versions":
-                found = node.measure_versions(order["config"], order["torch"])
-                return {"versions": found, "interfaces": node.measure_interfaces()}
+                found = measure.measure_versions(order["config"], order["torch"])
+                return {"versions": found, "interfaces": measure.measure_interfaces()}
             case "disk":
-                places = node.written_folders(order["folder"])
+                places = measure.written_folders(order["folder"])
                 size = order["num_bytes"]
-                return {name: node.measure_disk(place, size) for name, place in places.items()}
+                return {name: measure.measure_disk(place, size) for name, place in places.items()}
             case "device":
                 return measure_device(local, stage) if order["torch"] else measure_cpu(stage)
             case "link" if order["torch"]:
@@ -110,12 +109,6 @@ class _Task:
             case "reduce":
                 return network.measure_all_reduce(order, listener, local, stage)
         return {"error": f"unknown order {order['do']}"}
-
-
-def _load_torch() -> None:
-    """Imports torch once, before children are forked. Does not look for devices, which would touch
-    them."""
-    import torch.distributed  # noqa: F401
 
 
 def in_child(work: Callable[[Stage], Message], seconds: float, wire: Wire) -> Message:

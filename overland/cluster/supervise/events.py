@@ -208,7 +208,6 @@ class Logbook:
     ) -> None:
         """Writes the status of the ranks for `overland watch`; `begun` is the step that the attempt
         started from."""
-        slowest = dog.slowest()
         self.live(
             state="training" if dog.step else "restarting" if is_restarting else "starting",
             attempt=attempt,
@@ -219,12 +218,7 @@ class Logbook:
             step_seconds=step_seconds,
             stepped=dog.stepped and round(time.time() - (time.monotonic() - dog.stepped), 1),
             transfer=dog.transfer(),
-            slowest=slowest
-            and {
-                "rank": slowest.rank,
-                "node": slowest.node,
-                "factor": round(dog.slowness(slowest), 2),
-            },
+            slowest=dog.slowest(),
             late=[
                 {"rank": r.rank, "node": r.node, "phase": r.phase.words, "seconds": round(r.age, 1)}
                 for r in dog.late_ranks()

@@ -24,16 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from overland.cluster.slurm_jobs import (
-    allocated_nodes,
-    job_end,
-    may_requeue,
-    requeue,
-    srun_on,
-    waiting_jobs,
-    was_requeued,
-    why_asked_to_end,
-)
+from overland.cluster import slurm_jobs
+from overland.cluster.supervise import policy
 from overland.cluster.supervise.attempt import (
     HANG_UP_SECONDS,
     Attempt,
@@ -51,14 +43,7 @@ from overland.cluster.supervise.events import (
     tell,
 )
 from overland.cluster.supervise.faults import Fault, with_recorded_ranks
-from overland.cluster.supervise.policy import (
-    Answer,
-    Failure,
-    decide,
-    read_streak,
-    suspects,
-    with_failure,
-)
+from overland.cluster.supervise.policy import Answer, Failure
 from overland.cluster.supervise.roster import Roster, shun_bad_nodes
 from overland.cluster.supervise.supervised import Supervised, room_needed
 from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
@@ -131,7 +116,7 @@ class Supervisor:
             if answer.action == "requeue":
                 return self.not_enough_nodes()
             if answer.action == "give back":
-                self.end("stopped", answer.reason, blamed=suspects(self.streak))
+                self.end("stopped", answer.reason, blamed=policy.suspects(self.streak))
                 return 1  # this job made no progress, whatever the next one will do
             if answer.action == "next session":
                 return self.stop(answer.reason)
@@ -145,7 +130,7 @@ class Supervisor:
 
         self.logbook.live(state="preflight", attempt=self.number, step=self.furthest)
         nodes = self.roster.good
-        launch = srun_on(self.job.launch, nodes, self.job.tasks_per_node)
+        launch = slurm_jobs.srun_on(self.job.launch, nodes, self.job.tasks_per_node)
         try:
             settings = PreflightSettings.of(self.job.config, self.env)
             report = preflight(launch, nodes, self.job.tasks_per_node, settings, self.env)
@@ -177,7 +162,7 @@ class Supervisor:
         self.logbook.write("attempt", attempt=self.number, nodes=nodes, from_step=self.begun)
         tell(f"attempt {self.number} from step {self.begun}, on {', '.join(nodes)}")
         self.before = self.furthest
-        launch = srun_on(self.job.launch, nodes, self.job.tasks_per_node)
+        launch = slurm_jobs.srun_on(self.job.launch, nodes, self.job.tasks_per_node)
         board = Switchboard([node for node in nodes if node != self.roster.batch_host], self.env)
         command = [*launch, "train", str(self.job.config)]
         folder = self.fault_folder()
@@ -278,7 +263,7 @@ class Supervisor:
         failure = Failure(
             fault.kind, fault.place, fault.nodes, new, bool(excluded), self.session, self.furthest
         )
-        self.streak = with_failure(self.streak, failure)
+        self.streak = policy.with_failure(self.streak, failure)
         answer = self.decide(fault)
         tell(f"{fault.kind}: {fault.what}" + ("; restarting" if not answer.reason else ""))
         self.logbook.write(
@@ -301,10 +286,10 @@ class Supervisor:
 
     def decide(self, fault: Fault) -> Answer:
         """Follows the policy, unless the job is about to end anyway."""
-        answer = decide(self.streak, self.job.max_failed_starts)
+        answer = policy.decide(self.streak, self.job.max_failed_starts)
         if answer.action == "restart" and (reason := self.reason_to_end()):
             return Answer("next session", reason)
-        if was_requeued(self.env):
+        if slurm_jobs.was_requeued(self.env):
             return Answer("next session", "the job was requeued")
         if answer.action == "restart" and self.roster.choose() is None:
             return Answer("requeue" if self.requeues() else "next session", "too few good nodes")
@@ -324,14 +309,14 @@ class Supervisor:
         """Records at once why the job must end: Slurm may give this process only seconds."""
         if not self.why_asked:
             name = signal.Signals(self.asked_to_end).name
-            self.why_asked = why_asked_to_end(self.env, name)
+            self.why_asked = slurm_jobs.why_asked_to_end(self.env, name)
             tell(f"asked to end: {self.why_asked}")
             self.logbook.write("signal", signal=name, step=self.furthest, what=self.why_asked)
 
     def stop(self, what: str) -> int:
         """Ends this job before the last step, and says in its log how the run is resumed."""
         code = self.end("stopped", what)
-        waiting = waiting_jobs(self.env)
+        waiting = slurm_jobs.waiting_jobs(self.env)
         if waiting:
             tell(f"the next job of the chain, {waiting[0]}, resumes it")
         elif waiting is not None:
@@ -358,12 +343,12 @@ class Supervisor:
         what = f"{len(self.roster.good)} good nodes of {self.job.num_nodes} needed ({out})"
         self.end("stopped", f"{what}; the next job continues")
         if self.requeues():
-            requeue(self.env)
+            slurm_jobs.requeue(self.env)
             shun_bad_nodes(self.job.run, self.env)  # now that this job waits too
         return 1
 
     def requeues(self) -> bool:
-        return self.job.requeue and may_requeue(self.env)
+        return self.job.requeue and slurm_jobs.may_requeue(self.env)
 
     # Messages from ranks and nodes
 
@@ -391,7 +376,7 @@ class Supervisor:
 
     def is_late(self) -> bool:
         """Whether new ranks would have to stop before training starts."""
-        end = job_end(self.env)
+        end = slurm_jobs.job_end(self.env)
         return end is not None and end - time.time() < self.job.margin_seconds + 30
 
     def pause(self, seconds: float) -> None:
@@ -418,7 +403,7 @@ class Supervisor:
 
 def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
     """Supervises a job; returns the exit code of its script."""
-    allocation, host = allocated_nodes(env), node_name(env)
+    allocation, host = slurm_jobs.allocated_nodes(env), node_name(env)
     if len(allocation) < job.num_nodes:
         raise ClusterError(
             f"--nodes {job.num_nodes}: the job has only {len(allocation)} nodes; request more"
@@ -428,7 +413,7 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
     events = of_submission(events_of_run, str(job.config))
     supervisor = Supervisor(job, env, Roster(allocation, job.num_nodes, host), logbook)
     supervisor.furthest = max(furthest_step(events), job.newest_checkpoint())
-    supervisor.streak, sessions = read_streak(events)
+    supervisor.streak, sessions = policy.read_streak(events)
     supervisor.session = sessions + 1
     supervisor.roster.avoid_bad_nodes(events_of_run)
     shun_bad_nodes(job.run, env)  # old entries expire
@@ -439,7 +424,7 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
         restart=int(env.get("SLURM_RESTART_COUNT") or 0),
         nodes=allocation,
         wanted=job.num_nodes,
-        ends=job_end(env),
+        ends=slurm_jobs.job_end(env),
     )
 
     def remember(number: int, frame: FrameType | None) -> None:

@@ -284,13 +284,13 @@ class Watchdog:
                 self._named_slow.discard(rank.rank)
         return found
 
-    def slowest(self) -> Heard | None:
-        timed = [rank for rank in self.ranks.values() if rank.probe_seconds > 0]
-        return max(timed, key=lambda rank: rank.probe_seconds, default=None)
-
-    def slowness(self, rank: Heard) -> float:
-        median = self._median("probe_seconds")
-        return rank.probe_seconds / median if median > 0 else 1.0
+    def slowest(self) -> dict[str, str | float] | None:
+        """Returns the rank that takes the longest to compute, as a factor of the median rank."""
+        slowest = max(self.ranks.values(), key=lambda rank: rank.probe_seconds, default=None)
+        if slowest is None or not slowest.probe_seconds:
+            return None
+        factor = slowest.probe_seconds / (self._median("probe_seconds") or slowest.probe_seconds)
+        return {"rank": slowest.rank, "node": slowest.node, "factor": round(factor, 2)}
 
     def _learn(self, rank: Heard) -> None:
         """Records how long a rank's phase took, now that it has moved on."""

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from overland.cluster.preflight import device, node
+from overland.cluster.preflight import measure
 from overland.cluster.preflight.network import backend_for
 from overland.cluster.preflight.start import tasks_per_node
 from overland.cluster.preflight.task import in_child
@@ -61,20 +61,20 @@ def test_a_child_ends_when_nobody_waits_for_it(wire: Wire) -> None:
 
 
 def test_a_disk_is_written_and_read_and_nothing_stays(tmp_path: Path) -> None:
-    found = node.measure_disk(tmp_path, 10 * 2**20 + 1)
+    found = measure.measure_disk(tmp_path, 10 * 2**20 + 1)
     assert found["right"]
     assert found["free_gib"] > 0
     assert found["write_gb_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
-    assert node.measure_disk(tmp_path / "none", 10)["error"] == "No such file or directory"
-    places = node.written_folders(str(tmp_path / "runs" / "new"))
+    assert measure.measure_disk(tmp_path / "none", 10)["error"] == "No such file or directory"
+    places = measure.written_folders(str(tmp_path / "runs" / "new"))
     assert places["run folder"] == tmp_path
     assert not (tmp_path / "runs").exists()
 
 
 def test_interfaces_are_those_that_training_was_told() -> None:
-    assert node.measure_interfaces({}) == {"addresses": {}, "problems": []}
-    found = node.measure_interfaces(
+    assert measure.measure_interfaces({}) == {"addresses": {}, "problems": []}
+    found = measure.measure_interfaces(
         {"NCCL_SOCKET_IFNAME": "=lo,ib7", "GLOO_SOCKET_IFNAME": "^docker"}
     )
     assert found["addresses"] == {"lo": "127.0.0.1"}
@@ -84,30 +84,30 @@ def test_interfaces_are_those_that_training_was_told() -> None:
 
 def test_versions_name_what_runs_here(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("x = 1")
-    one = node.measure_versions(str(tmp_path / "run.toml"), with_torch=False)
+    one = measure.measure_versions(str(tmp_path / "run.toml"), with_torch=False)
     assert {"overland", "Python", "torch", "kernel", "config"} <= one.keys()
     (tmp_path / "run.toml").write_text("x = 2")
-    other = node.measure_versions(str(tmp_path / "run.toml"), with_torch=True)
+    other = measure.measure_versions(str(tmp_path / "run.toml"), with_torch=True)
     assert {name for name in one if one[name] != other[name]} == {"config"}
-    gone = node.measure_versions(str(tmp_path / "no.toml"), with_torch=False)
+    gone = measure.measure_versions(str(tmp_path / "no.toml"), with_torch=False)
     assert gone["config"] == "unreadable (No such file or directory)"
 
 
 def test_a_product_is_near_float64_unless_it_is_wrong() -> None:
-    a, b = device.factors(256)
+    a, b = measure.factors(256)
     c = np.matmul(a, b)
     eps = float(np.finfo(np.float32).eps)
-    assert device.is_near(c, a, b, eps)
+    assert measure.is_near(c, a, b, eps)
     for wrong in (np.nan, c[8, 3] + 0.01):
         bad = c.copy()
         bad[8, 3] = wrong
-        assert not device.is_near(bad, a, b, eps)
+        assert not measure.is_near(bad, a, b, eps)
 
 
 def test_a_cpu_is_measured_with_and_without_torch() -> None:
     stages: list[str] = []
-    plain = device.measure_cpu(stages.append)
-    through_torch = device.measure_device(0, stages.append)
+    plain = measure.measure_cpu(stages.append)
+    through_torch = measure.measure_device(0, stages.append)
     assert "the matmul" in stages
     for facts in (plain, through_torch):
         assert facts["kind"] == "cpu"
@@ -145,7 +145,7 @@ def test_an_allocation_says_how_many_tasks_a_node_gets(env: dict[str, str], task
 def test_a_device_is_known_by_uuid_and_slot_as_far_as_the_driver_tells() -> None:
     slot = {"pci_domain_id": 0, "pci_bus_id": 27, "pci_device_id": 0}
     zero = "00000000-0000"
-    assert device.identity_of(SimpleNamespace(uuid="ab-12", **slot)) == "ab-12 0:27:0"
-    assert device.identity_of(SimpleNamespace(uuid=zero, **slot)) == "0:27:0"
-    assert device.identity_of(SimpleNamespace(uuid="ab-12")) == "ab-12"
-    assert device.identity_of(SimpleNamespace(uuid=zero)) == ""
+    assert measure.identity_of(SimpleNamespace(uuid="ab-12", **slot)) == "ab-12 0:27:0"
+    assert measure.identity_of(SimpleNamespace(uuid=zero, **slot)) == "0:27:0"
+    assert measure.identity_of(SimpleNamespace(uuid="ab-12")) == "ab-12"
+    assert measure.identity_of(SimpleNamespace(uuid=zero)) == ""
