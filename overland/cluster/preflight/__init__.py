@@ -5,10 +5,9 @@
 2. It orders one check after another, and all tasks run it at the same time: clocks, versions, disks
    and devices (`measure.py`). Checks that may hang run in a child of the task, which can be
    killed.
-3. Nodes that are good so far are paired, twice, and measure the link between them (`rounds.py`);
-   then all of them sum a tensor together (`network.py`).
-4. Pure functions judge the measurements (`judge.py`, `rounds.py`), which become a table and JSON
-   (`report.py`).
+3. Nodes that are good so far are paired, twice, and measure the link between them; then all of them
+   sum a tensor together (`network.py`).
+4. Pure functions judge the measurements (`judge.py`), which become a table and JSON (`report.py`).
 
 A node waits only for its partner; a node that does not respond in time is bad for that reason.
 """

@@ -1,5 +1,5 @@
 """The conductor of a preflight: decides which checks run, in which order, on which nodes, what
-`--quick` leaves out, and what is measured twice; `judge.py` and `rounds.py` judge the answers.
+`--quick` leaves out, and what is measured twice; `judge.py` judges the answers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from pathlib import Path
 
 from overland.cluster.preflight import judge, start
 from overland.cluster.preflight.crew import LIMITS, Crew, Phases, Task
-from overland.cluster.preflight.judge import Bounds, Finding, Place
+from overland.cluster.preflight.judge import Bounds, Finding, Match, Pair, Place
 from overland.cluster.preflight.measure import measure_versions
 from overland.cluster.preflight.report import Report
-from overland.cluster.preflight.rounds import Match, Pair, judge_links, match_of, pairings, retrial
 from overland.cluster.preflight.start import Started
 from overland.cluster.preflight.task import run_task
 from overland.cluster.wire import ADDRESS, KEY, Message, Switchboard
@@ -201,15 +200,15 @@ class _Conductor:
 
     def _test_links(self, order: Message, slow: float) -> None:
         """Tests links in all rounds. A link below the fraction `slow` of the median is bad."""
-        plan = pairings([node for node in self.crew.nodes if not self._is_bad(node)])
+        plan = judge.pairings([node for node in self.crew.nodes if not self._is_bad(node)])
         first = [
             match
             for number, pairs in enumerate(plan, start=1)
             for match in self._test_pairs(pairs, number, f"round {number} of the links", order)
         ]
         last = "the extra round of the links"
-        again = self._test_pairs(retrial(first, slow), len(plan) + 1, last, order)
-        findings, notes = judge_links(first, again, slow)
+        again = self._test_pairs(judge.retrial(first, slow), len(plan) + 1, last, order)
+        findings, notes = judge.links(first, again, slow)
         self._blame(findings)
         self.report.notes += notes
         self.report.matches = first + again
@@ -231,7 +230,9 @@ class _Conductor:
         for node in (set(crew.lost) - lost_before) & partner.keys():  # an unpaired node may end too
             crew.lost[node] += f", with {partner[node]}"
         return [
-            match_of(pair, number, {(n, i): answers.get((n, i), {}) for n in pair for i in locals_})
+            judge.match_of(
+                pair, number, {(n, i): answers.get((n, i), {}) for n in pair for i in locals_}
+            )
             for pair in pairs
             if not set(pair) & set(crew.lost)  # the partner is not to blame for a lost node
         ]

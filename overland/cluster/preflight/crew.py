@@ -99,7 +99,9 @@ class Crew:
             for task, message in self._take():
                 if message is None:
                     self._lose(task.node, f"task {task.local} ended before its first order")
-            self._lose_ended("did not start")
+            for node, reason in self.started.ended().items():
+                if node in self.nodes:
+                    self.lost.setdefault(node, f"did not start: {reason}")
             self.progress.count(len(self.tasks))
             if is_over:
                 break
@@ -203,11 +205,6 @@ class Crew:
     def _lose(self, node: str, reason: str) -> None:
         known = self.started.ended().get(node)
         self.lost.setdefault(node, f"{reason}: {known}" if known else reason)
-
-    def _lose_ended(self, what: str) -> None:
-        for node, reason in self.started.ended().items():
-            if node in self.nodes:
-                self.lost.setdefault(node, f"{what}: {reason}")
 
     def _is_complete(self) -> bool:
         return len(self.nodes) == self.num_nodes and all(

@@ -94,8 +94,10 @@ def measure_versions(config: str | None, with_torch: bool) -> dict[str, str]:
         "Python": platform.python_version(),
         "kernel": platform.release(),
         "torch": _installed("torch"),
-        **_drivers(),
     }
+    for name in MODULES:
+        if (path := Path("/sys/module", name, "version")).exists():
+            found[f"{name} driver"] = path.read_text().strip()
     if with_torch:
         found |= _libraries()
     if config is not None:
@@ -108,13 +110,6 @@ def _installed(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def _drivers() -> dict[str, str]:
-    paths = {name: Path("/sys/module", name, "version") for name in MODULES}
-    return {
-        f"{name} driver": path.read_text().strip() for name, path in paths.items() if path.exists()
-    }
 
 
 def _libraries() -> dict[str, str]:

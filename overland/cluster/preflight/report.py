@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from overland.cluster.preflight.rounds import Match
+from overland.cluster.preflight.judge import Match
 from overland.files import replace_file
 from overland.plugins import plugin
 from overland.words import visible

@@ -60,32 +60,24 @@ class Started:
     def stop(self) -> None:
         """Ends all tasks. They end by themselves when the conductor says so, otherwise they are
         killed."""
-        for end in (lambda: None, self._cancel, self._terminate, self._kill):
-            end()
-            if self._have_ended(GRACE_SECONDS):
-                break
+        if not self._have_ended() and self.is_all and self.step is not None:
+            signal_step(self.step, signal.SIGKILL, self._env)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not self._have_ended():
+                for process in self.processes:
+                    process.send_signal(number)
+                    process.send_signal(signal.SIGCONT)
+        self._have_ended()
         self.output.close()
 
-    def _have_ended(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
+    def _have_ended(self) -> bool:
+        """Waits a while for all of them to end, and returns whether they have."""
+        deadline = time.monotonic() + GRACE_SECONDS
         while any(process.poll() is None for process in self.processes):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.02)
         return True
-
-    def _cancel(self) -> None:
-        if self.is_all and self.step is not None:
-            signal_step(self.step, signal.SIGKILL, self._env)
-
-    def _terminate(self) -> None:
-        for process in self.processes:
-            process.terminate()
-            process.send_signal(signal.SIGCONT)
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            process.kill()
 
     def _read(self) -> str:
         return os.pread(self.output.fileno(), 2**22, 0).decode(errors="replace")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from overland.cluster.preflight.rounds import Match, judge_links, pairings, retrial
+from overland.cluster.preflight.judge import Match, links, pairings, retrial
 
 SLOW = 0.5
 
@@ -40,7 +40,7 @@ def judged(count: int, bad: set[str], rate: float = 1.0) -> tuple[dict[str, str]
         for pair in pairs
     ]
     again = [Match(pair, 3, rate_of(pair, bad, rate)) for pair in retrial(first, SLOW)]
-    findings, notes = judge_links(first, again, SLOW)
+    findings, notes = links(first, again, SLOW)
     return dict(findings), notes
 
 
@@ -80,7 +80,7 @@ def test_a_failed_link_counts_as_a_slow_one() -> None:
     assert retrial(first, SLOW)[0] == ("n002", "n000")
     again = [Match(pair, 3, 20.0, error="hung" if "n002" in pair else "")
              for pair in retrial(first, SLOW)]  # fmt: skip
-    assert judge_links(first, again, SLOW)[0] == [
+    assert links(first, again, SLOW)[0] == [
         ("n002", "link with n003 in round 1: hung; link with n006 in round 2: hung")
     ]
 
@@ -89,7 +89,7 @@ def test_two_nodes_alone_cannot_be_told_apart() -> None:
     first = [Match(("a", "b"), 1, error="hung")]
     assert retrial(first, SLOW) == []
     words = "in round 1: hung; it is unclear which node is to blame"
-    assert judge_links(first, [], SLOW) == ([("a", f"link with b {words}"),
+    assert links(first, [], SLOW) == ([("a", f"link with b {words}"),
                                              ("b", f"link with a {words}")], [])  # fmt: skip
 
 
@@ -104,13 +104,13 @@ def test_a_link_that_was_bad_once_is_played_again_with_others() -> None:
     again = retrial(first, SLOW)
     assert again == [("n001", "n000"), ("n003", "n002")]
     dead = [Match(again[0], 3, 20.0), Match(again[1], 3, error="hung")]
-    assert judge_links(first, dead, SLOW)[0] == [("n003", "link with n001 in round 2: hung")]
+    assert links(first, dead, SLOW)[0] == [("n003", "link with n001 in round 2: hung")]
     well = [Match(again[0], 3, 20.0), Match(again[1], 3, 20.0)]
     note = "link between n001 and n003: hung; both did well with others"
-    assert judge_links(first, well, SLOW) == ([], [note])
+    assert links(first, well, SLOW) == ([], [note])
 
 
 def test_where_nobody_is_left_to_try_with_the_node_without_a_good_link_is_bad() -> None:
     first = [Match(("a", "b"), 1, error="hung"), Match(("a", "c"), 2, 20.0)]
     assert retrial(first, SLOW) == [("b", "c")]
-    assert judge_links(first, [], SLOW) == ([("b", "link with a in round 1: hung")], [])
+    assert links(first, [], SLOW) == ([("b", "link with a in round 1: hung")], [])
