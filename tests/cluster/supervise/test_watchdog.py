@@ -242,9 +242,7 @@ def test_a_slow_rank_is_named_once_and_only_if_it_stays_slow() -> None:
         dog.hear("n0", pace(1.0 + wobble, 1.0 + wobble, slow), float(reading))
         named = [(rank.rank, round(factor)) for rank, factor, _ in dog.stragglers()]
         assert named == ([(2, 2)] if reading == 9 else []), reading
-    slowest = dog.slowest()
-    assert slowest is not None
-    assert slowest.rank == 2
+    assert dog.slowest() == {"rank": 2, "node": "n0", "factor": 2.0}
 
 
 def test_a_rank_that_waits_for_data_is_named() -> None:
