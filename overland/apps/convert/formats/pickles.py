@@ -2,7 +2,8 @@
 `safe_globals.py` decides which names they may use.
 
 A pickle is a program for a small stack machine, and Python's own machine lets that program import
-and call anything. This one knows only the opcodes that data needs. A name in a pickle is looked up
+and call anything. This one is given each opcode with its argument by `pickletools`, which only
+reads, and knows only the opcodes that data needs. A name in a pickle is looked up
 in a table (`safe_globals.py` has the one for checkpoints) and refused if the table lacks it; only a
 `Maker` from that table can be called, and only stand-ins accept a state. So nothing that a file
 names is ever imported, and a file cannot change any Python object of ours.
@@ -16,7 +17,7 @@ when everything shared in it is expanded.
 from __future__ import annotations
 
 import itertools
-import pickle
+import pickletools
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -78,18 +79,20 @@ class _Machine:
         self, data: bytes, where: str, names: Names, persistent: Persistent | None
     ) -> None:
         self.data, self.where, self.names, self.persistent = data, where, names, persistent
-        self.at = 0
+        self.at: int | None = 0
+        self.argument: Any = None
+        """What follows the current opcode: a number, a text, bytes, or the names of a class."""
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.budget = COST_PER_BYTE * len(data) + COST_OF_ANY
 
     def run(self) -> Any:
+        opcodes = pickletools.genops(self.data)
         try:
-            while (opcode := self.take(1)) != pickle.STOP:
-                action = _ACTIONS.get(opcode)
-                if action is None:
-                    raise self.refusal(f"has opcode {opcode!r}, which plain data does not need")
-                action(self)
+            for opcode, self.argument, self.at in opcodes:
+                if opcode.name not in _ACTIONS:
+                    raise self.refusal(f"has opcode {opcode.name}, which plain data does not need")
+                _ACTIONS[opcode.name](self)
             (value,) = self.stack
             self.check_extent(value)
             return value
@@ -144,24 +147,6 @@ class _Machine:
                     "endless when expanded"
                 )
 
-    def take(self, count: int) -> bytes:
-        end = self.at + count
-        if count < 0 or end > len(self.data):
-            raise EOFError
-        taken = self.data[self.at : end]
-        self.at = end
-        return taken
-
-    def number(self, form: str) -> int:
-        value: int = struct.unpack(form, self.take(struct.calcsize(form)))[0]
-        return value
-
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.at)
-        text = self.data[self.at : end].decode("utf-8")
-        self.at = end + 1
-        return text
-
     def since_mark(self) -> list[Any]:
         for place in range(len(self.stack) - 1, -1, -1):
             if self.stack[place] is _MARK:
@@ -169,11 +154,6 @@ class _Machine:
                 del self.stack[place:]
                 return items
         raise IndexError
-
-    def integer(self, count: int) -> int:
-        if count > MAX_INTEGER_BYTES:
-            raise ValueError
-        return int.from_bytes(self.take(count), "little", signed=True)
 
     def named(self, module: Any, name: Any) -> Any:
         # Only strings are looked up: hashing a nested tuple can take forever, or crash.
@@ -196,7 +176,7 @@ _DAMAGE = (
     RecursionError, struct.error,
 )  # fmt: skip
 
-Action = Callable[[_Machine], None]
+Action = Callable[[_Machine], Any]
 
 
 def _push(value: Callable[[_Machine], Any], cost: int = 0) -> Action:
@@ -309,75 +289,58 @@ def _new_with_keywords(machine: _Machine) -> Any:
     return machine.call(function, args)
 
 
-def _ignore(value: Any) -> None:
-    """Discards a value, such as a frame, which is only a hint for streams."""
+def _argument(machine: _Machine) -> Any:
+    value = machine.argument
+    if isinstance(value, int) and value.bit_length() > 8 * MAX_INTEGER_BYTES:
+        raise ValueError
+    return bytes(value) if isinstance(value, bytearray) else value
 
 
-def _integer(text: str) -> Any:
-    return text == "01" if text in ("00", "01") else int(text)
+def _check_protocol(machine: _Machine) -> None:
+    if machine.argument > 5:
+        raise machine.refusal(f"has pickle protocol {machine.argument}, but 5 is the newest known")
 
 
-_ACTIONS: dict[bytes, Action] = {
-    pickle.PROTO: lambda m: _check_protocol(m, m.take(1)[0]),
-    pickle.FRAME: lambda m: _ignore(m.take(8)),
-    pickle.MARK: lambda m: m.stack.append(_MARK),
-    pickle.POP: lambda m: _ignore(m.stack.pop()),
-    pickle.POP_MARK: lambda m: _ignore(m.since_mark()),
-    pickle.DUP: _push(lambda m: m.stack[-1]),
-    pickle.NONE: _push(lambda m: None),
-    pickle.NEWTRUE: _push(lambda m: True),
-    pickle.NEWFALSE: _push(lambda m: False),
-    pickle.INT: _push(lambda m: _integer(m.line())),
-    pickle.BININT: _push(lambda m: m.number("<i")),
-    pickle.BININT1: _push(lambda m: m.number("<B")),
-    pickle.BININT2: _push(lambda m: m.number("<H")),
-    pickle.LONG: _push(lambda m: int(m.line().rstrip("L"))),
-    pickle.LONG1: _push(lambda m: m.integer(m.number("<B"))),
-    pickle.LONG4: _push(lambda m: m.integer(m.number("<i"))),
-    pickle.FLOAT: _push(lambda m: float(m.line())),
-    pickle.BINFLOAT: _push(lambda m: struct.unpack(">d", m.take(8))[0]),
-    pickle.BINUNICODE: _push(lambda m: m.take(m.number("<I")).decode("utf-8", "surrogatepass")),
-    pickle.SHORT_BINUNICODE: _push(lambda m: m.take(m.number("<B")).decode("utf-8")),
-    pickle.BINUNICODE8: _push(lambda m: m.take(m.number("<Q")).decode("utf-8", "surrogatepass")),
-    pickle.BINSTRING: _push(lambda m: m.take(m.number("<i")).decode("latin-1")),
-    pickle.SHORT_BINSTRING: _push(lambda m: m.take(m.number("<B")).decode("latin-1")),
-    pickle.BINBYTES: _push(lambda m: m.take(m.number("<I"))),
-    pickle.SHORT_BINBYTES: _push(lambda m: m.take(m.number("<B"))),
-    pickle.BINBYTES8: _push(lambda m: m.take(m.number("<Q"))),
-    pickle.BYTEARRAY8: _push(lambda m: m.take(m.number("<Q"))),
-    pickle.EMPTY_LIST: _push(lambda m: [], 1),
-    pickle.EMPTY_DICT: _push(lambda m: {}, 1),
-    pickle.EMPTY_SET: _push(lambda m: set(), 3),
-    pickle.EMPTY_TUPLE: _push(lambda m: ()),
-    pickle.TUPLE1: _push(lambda m: tuple(_last(m, 1)), 1),
-    pickle.TUPLE2: _push(lambda m: tuple(_last(m, 2)), 1),
-    pickle.TUPLE3: _push(lambda m: tuple(_last(m, 3)), 1),
-    pickle.TUPLE: _collect(tuple),
-    pickle.LIST: _collect(list),
-    pickle.DICT: _collect(_pairs),
-    pickle.FROZENSET: _collect(lambda items: frozenset(as_keys(items)), 3),
-    pickle.APPEND: lambda m: _extend(m, list, _last(m, 1)),
-    pickle.APPENDS: lambda m: _extend(m, list, m.since_mark()),
-    pickle.SETITEM: lambda m: _extend(m, dict, _last(m, 2)),
-    pickle.SETITEMS: lambda m: _extend(m, dict, m.since_mark()),
-    pickle.ADDITEMS: lambda m: _extend(m, set, m.since_mark()),
-    pickle.PUT: lambda m: _remember(m, int(m.line())),
-    pickle.BINPUT: lambda m: _remember(m, m.number("<B")),
-    pickle.LONG_BINPUT: lambda m: _remember(m, m.number("<I")),
-    pickle.MEMOIZE: lambda m: _remember(m, len(m.memo)),
-    pickle.GET: _push(lambda m: m.memo[int(m.line())]),
-    pickle.BINGET: _push(lambda m: m.memo[m.number("<B")]),
-    pickle.LONG_BINGET: _push(lambda m: m.memo[m.number("<I")]),
-    pickle.GLOBAL: _push(lambda m: m.named(m.line(), m.line())),
-    pickle.STACK_GLOBAL: _push(lambda m: m.named(*_last(m, 2))),
-    pickle.REDUCE: _push(_reduce),
-    pickle.NEWOBJ: _push(_reduce),
-    pickle.NEWOBJ_EX: _push(_new_with_keywords),
-    pickle.BUILD: _build,
-    pickle.BINPERSID: _push(_persistent),
+VALUES = (
+    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT BINUNICODE SHORT_BINUNICODE "
+    "BINUNICODE8 BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8"
+)
+_ACTIONS: dict[str, Action] = {
+    **dict.fromkeys(VALUES.split(), _push(_argument)),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda m: _remember(m, m.argument)),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _push(lambda m: m.memo[m.argument])),
+    "MEMOIZE": lambda m: _remember(m, len(m.memo)),
+    "PROTO": _check_protocol,
+    "FRAME": lambda m: None,  # only a hint for streams
+    "STOP": lambda m: None,
+    "MARK": lambda m: m.stack.append(_MARK),
+    "POP": lambda m: m.stack.pop(),
+    "POP_MARK": lambda m: m.since_mark(),
+    "DUP": _push(lambda m: m.stack[-1]),
+    "NONE": _push(lambda m: None),
+    "NEWTRUE": _push(lambda m: True),
+    "NEWFALSE": _push(lambda m: False),
+    "EMPTY_LIST": _push(lambda m: [], 1),
+    "EMPTY_DICT": _push(lambda m: {}, 1),
+    "EMPTY_SET": _push(lambda m: set(), 3),
+    "EMPTY_TUPLE": _push(lambda m: ()),
+    "TUPLE1": _push(lambda m: tuple(_last(m, 1)), 1),
+    "TUPLE2": _push(lambda m: tuple(_last(m, 2)), 1),
+    "TUPLE3": _push(lambda m: tuple(_last(m, 3)), 1),
+    "TUPLE": _collect(tuple),
+    "LIST": _collect(list),
+    "DICT": _collect(_pairs),
+    "FROZENSET": _collect(lambda items: frozenset(as_keys(items)), 3),
+    "APPEND": lambda m: _extend(m, list, _last(m, 1)),
+    "APPENDS": lambda m: _extend(m, list, m.since_mark()),
+    "SETITEM": lambda m: _extend(m, dict, _last(m, 2)),
+    "SETITEMS": lambda m: _extend(m, dict, m.since_mark()),
+    "ADDITEMS": lambda m: _extend(m, set, m.since_mark()),
+    "GLOBAL": _push(lambda m: m.named(*m.argument.split(" ", 1))),
+    "STACK_GLOBAL": _push(lambda m: m.named(*_last(m, 2))),
+    "REDUCE": _push(_reduce),
+    "NEWOBJ": _push(_reduce),
+    "NEWOBJ_EX": _push(_new_with_keywords),
+    "BUILD": _build,
+    "BINPERSID": _push(_persistent),
 }
-
-
-def _check_protocol(machine: _Machine, protocol: int) -> None:
-    if protocol > 5:
-        raise machine.refusal(f"has pickle protocol {protocol}, but 5 is the newest known")
