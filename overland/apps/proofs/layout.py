@@ -35,7 +35,6 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.flops import sample_fields
 from overland.models.registry import model_config, own_model_name
-from overland.objectives.registry import AUTO
 from overland.world import World
 from overland.world.devices import device_type
 
@@ -52,8 +51,8 @@ STEPS = 20
 ROWS = 8
 SEQ_LEN = 32
 MODEL_KINDS = ("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_type")
-LORA_KINDS = ("alpha", "dropout", "targets", "exclude", "rslora", "dora", "lr_ratio",
-              "modules_to_save")  # fmt: skip
+LORA_KINDS = {"alpha", "dropout", "targets", "exclude", "rslora", "dora", "lr_ratio",
+              "modules_to_save"}  # fmt: skip
 
 HEAD = """\
 # Layouts that compute what one process computes
@@ -196,25 +195,31 @@ def prove_layouts(
                     others = [job_of(ROW_BY_ROW)]
                     if dtype in WIDER:
                         others.append(job_of(None, dtype=WIDER[dtype]))
-                    found = [pool.run(1, curves, job)[0] for job in others]
-                    bounds = spread_bounds(found, alone, dtype)
+                    spread = [pool.run(1, curves, job)[0] for job in others]
+                    bounds = spread_bounds(spread, alone, dtype)
                 references[layout.kinds] = alone, bounds
             (steps_alone, held_out_alone), bounds = references[layout.kinds]
-            found, failure, nodes = [], "", layout.num_nodes
-            try:
-                found = pool.run(layout.num_ranks, curves, job_of(layout), num_nodes=nodes)
-            except AssertionError as error:
-                failure = last_line(error)
+            found, failure = try_layout(pool, layout, job_of(layout))
         yield LayoutVerdict(
             layout.name,
             layout.num_ranks,
             dtype,
-            max((difference(got, steps_alone, 0) for got, _ in found), default=1.0),
-            max((difference(got, steps_alone, 1) for got, _ in found), default=1.0),
-            max((difference(got, held_out_alone, 0) for _, got in found), default=1.0),
+            largest_difference([got for got, _ in found], steps_alone, 0),
+            largest_difference([got for got, _ in found], steps_alone, 1),
+            largest_difference([got for _, got in found], held_out_alone, 0),
             bounds,
             failure,
         )
+
+
+def try_layout(pool: RankPool, layout: ProofLayout, job: JobConfig) -> tuple[list[Curves], str]:
+    """Returns what each rank computed, or the error that ended the run."""
+    try:
+        return pool.run(layout.num_ranks, curves, job, num_nodes=layout.num_nodes), ""
+    except AssertionError as error:
+        lines = [line for line in str(error).splitlines() if line.strip() and line != "no answer"]
+        named = (line for line in reversed(lines) if not line.startswith("rank "))
+        return [], next(named, "no answer")
 
 
 def spread_bounds(others: list[Curves], alone: Curves, dtype: str) -> Tolerance:
@@ -276,7 +281,7 @@ def talk_data(folder: Path, pairs: bool) -> Sections:
     """Writes short conversations, or pairs of answers, of random letters; returns settings that
     read them."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(letter_tokenizer()))
+    (folder / "tokenizer.json").write_text(letter_tokenizer())
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     draw = Random(1)
 
@@ -300,19 +305,15 @@ def talk_data(folder: Path, pairs: bool) -> Sections:
     }
 
 
-def letter_tokenizer() -> dict[str, Any]:
+def letter_tokenizer() -> str:
     """Returns a tokenizer.json whose tokens are letters and two special tokens."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
     vocabulary = {token: i for i, token in enumerate(["<", ">", *ascii_letters])}
-    special = {"special": True, "single_word": False, "lstrip": False, "rstrip": False,
-               "normalized": False}  # fmt: skip
-    return {
-        "version": "1.0",
-        "added_tokens": [{"id": i, "content": token, **special} for i, token in enumerate("<>")],
-        "pre_tokenizer": {
-            "type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False,
-        },
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<"},
-    }  # fmt: skip
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.add_special_tokens(["<", ">"])
+    return tokenizer.to_str()
 
 
 def proof_job(
@@ -379,10 +380,15 @@ def difference(got: Curve, expected: Curve, which: int) -> float:
     return max(abs(a[which] - b[which]) / abs(b[which]) for a, b in pairs)
 
 
+def largest_difference(found: list[Curve], expected: Curve, which: int) -> float:
+    """Returns the same for the curves of several ranks; without any, as for a missing step, 1."""
+    return max((difference(got, expected, which) for got in found), default=1.0)
+
+
 def _own_sections(config: JobConfig, architecture: Any) -> Sections:
     """Returns the sections that name a custom model and, if it takes arrays, its data."""
-    keys = ("name", "flavor", "config", "overrides", "freeze")
-    found: Sections = {"model": {key: getattr(config.model, key) for key in keys}}
+    keys = {"name", "flavor", "config", "overrides", "freeze"}
+    found: Sections = {"model": config.model.model_dump(include=keys)}
     if sample_fields(architecture) is None:
         if getattr(architecture, "vocab_size", 0) < TINY["vocab_size"]:
             message = f"the proof needs a vocabulary of at least {TINY['vocab_size']} tokens"
@@ -403,11 +409,6 @@ def _merge(job: Sections, change: Sections) -> None:
         job[section] = {**job.get(section, {}), **values}
 
 
-def last_line(error: AssertionError) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip() and line != "no answer"]
-    return next((line for line in reversed(lines) if not line.startswith("rank ")), "no answer")
-
-
 def settings_of(source: str | None) -> Sections | None:
     """Returns what the proof takes from a user's config, as sections for every layout: the kind of
     model and how it computes, but not its size; a custom model as it is. None without a config."""
@@ -421,19 +422,15 @@ def settings_of(source: str | None) -> Sections | None:
         "job": {"custom_import": config.job.custom_import},
         "activation_checkpoint": config.activation_checkpoint.model_dump(),
         "compile": config.compile.model_dump(),
-        "data": {"document_mask": config.data.document_mask},
-        "optimizer": {"name": config.optimizer.name, "options": config.optimizer.options},
-        "debug": {"seed": config.debug.seed},
-        "model": {"transforms": config.model.transforms},
+        "data": config.data.model_dump(include={"document_mask"}),
+        "optimizer": config.optimizer.model_dump(include={"name", "options"}),
+        "debug": config.debug.model_dump(include={"seed"}),
+        "model": config.model.model_dump(include={"transforms", "sparse"}),
+        "training": config.training.model_dump(include={"objective", "objective_options"}),
     }
-    if config.model.sparse is not None:
-        settings["model"]["sparse"] = config.model.sparse.model_dump()
     if config.lora.rank:
-        kind = {key: getattr(config.lora, key) for key in LORA_KINDS}
+        kind = config.lora.model_dump(include=LORA_KINDS)
         settings["lora"] = {**kind, "rank": min(config.lora.rank, 4)}
-    if config.training.objective != AUTO:
-        keys = ("objective", "objective_options")
-        settings["training"] = {key: getattr(config.training, key) for key in keys}
     if config.preference.loss != "off":
         _merge(settings, {**PAIRS, "preference": config.preference.model_dump()})
     elif config.sft.shape != "off":

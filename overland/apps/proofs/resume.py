@@ -10,13 +10,20 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from overland.apps.proofs.layout import TOLERANCES, Curve, curve, difference, last_line, proof_job
+from overland.apps.proofs.layout import (
+    TOLERANCES,
+    Curve,
+    curve,
+    largest_difference,
+    proof_job,
+    try_layout,
+)
 from overland.apps.proofs.layouts import ProofLayout, parse_all
 from overland.apps.proofs.pool import RankPool
-from overland.config.schema import JobConfig
 from overland.run_folder import CHECKPOINTS, checkpoint_name
 
 SAVED_AT, STEPS = 3, 6
@@ -91,53 +98,40 @@ def prove_resumes(
     wanted: Sequence[tuple[ProofLayout, ProofLayout]], pool: RankPool
 ) -> Iterator[Resumed]:
     """Yields one verdict per pair. The checkpoint of one layout is used by all that resume it."""
+    settings = {
+        "debug": {"deterministic": pool.device_type == "cuda"},
+        "checkpoint": {"enable": True, "interval": SAVED_AT},
+    }
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
+        saved, resumed = root / "saved", root / "resumed"
         alone: dict[tuple[str, ...], Curve] = {}
         for before in {before.name: before for before, _ in wanted}.values():
+            job_of = partial(
+                proof_job,
+                kinds=before.kinds,
+                dtype="float64",
+                steps=STEPS,
+                settings=settings,
+                device=pool.device_type,
+            )
             if before.kinds not in alone:
-                job = _job(None, before.kinds, root / "alone", pool.device_type)
-                alone[before.kinds] = pool.run(1, curve, job)[0]
-            saved = root / "saved"
-            unbroken = _run(pool, before, _job(before, before.kinds, saved, pool.device_type))
+                alone[before.kinds] = pool.run(1, curve, job_of(None, folder=root / "alone"))[0]
+            rest = alone[before.kinds][SAVED_AT:]
+            job = job_of(before, folder=saved)
+            unbroken = pool.run(before.num_ranks, curve, job, num_nodes=before.num_nodes)
             shutil.rmtree(saved / CHECKPOINTS / checkpoint_name(STEPS))
             for after in [after for first, after in wanted if first == before]:
-                shutil.copytree(saved, root / "resumed", symlinks=True)
-                job = _job(after, before.kinds, root / "resumed", pool.device_type)
-                yield _compare(pool, before, after, job, unbroken, alone[before.kinds])
-                shutil.rmtree(root / "resumed")
+                shutil.copytree(saved, resumed, symlinks=True)
+                tried, failure = try_layout(pool, after, job_of(after, folder=resumed))
+                found = [steps for steps, _ in tried]
+                yield Resumed(
+                    before.name,
+                    after.name,
+                    largest_difference(found, rest, 0),
+                    largest_difference(found, rest, 1),
+                    found == [whole[SAVED_AT:] for whole in unbroken] if before == after else None,
+                    failure,
+                )
+                shutil.rmtree(resumed)
             shutil.rmtree(saved)
-
-
-def _compare(
-    pool: RankPool,
-    before: ProofLayout,
-    after: ProofLayout,
-    job: JobConfig,
-    unbroken: list[Curve],
-    alone: Curve,
-) -> Resumed:
-    try:
-        curves = _run(pool, after, job)
-    except AssertionError as error:
-        return Resumed(before.name, after.name, 1.0, 1.0, error=last_line(error))
-    rest = alone[SAVED_AT:]
-    return Resumed(
-        before.name,
-        after.name,
-        max(difference(got, rest, 0) for got in curves),
-        max(difference(got, rest, 1) for got in curves),
-        curves == [whole[SAVED_AT:] for whole in unbroken] if before == after else None,
-    )
-
-
-def _run(pool: RankPool, layout: ProofLayout, job: JobConfig) -> list[Curve]:
-    return pool.run(layout.num_ranks, curve, job, num_nodes=layout.num_nodes)
-
-
-def _job(
-    layout: ProofLayout | None, kinds: tuple[str, ...], folder: Path, device: str
-) -> JobConfig:
-    exact = {"debug": {"deterministic": device == "cuda"}}
-    config = proof_job(layout, kinds, "float64", STEPS, folder, exact, device)
-    return config.having({"checkpoint.enable": True, "checkpoint.interval": SAVED_AT})
