@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -14,11 +13,10 @@ from typing import Any
 import torch
 
 from overland.apps.convert.formats.lazy import is_tiled_by
+from overland.apps.convert.formats.safetensors import read_safetensors
 from overland.checkpoint.format import (
     BLOCK,
-    DTYPE_NAMES,
     INDEX,
-    NOT_AN_INDEX,
     checksum,
     is_marker_exact,
     name_of_part,
@@ -192,36 +190,22 @@ def _other_layout(checkpoint: CheckpointReader, layout: dict[str, Any]) -> Itera
 def _other_headers(checkpoint: CheckpointReader) -> Iterator[str]:
     """Yields contradictions between index and headers: every file of tensors lists its own
     parts."""
-    in_index: dict[str, dict[str, Any]] = {
-        file: {} for file in checkpoint.index.files if file.endswith(".safetensors")
-    }
+    files = [file for file in checkpoint.index.files if file.endswith(".safetensors")]
+    in_index: dict[str, dict[str, Any]] = {file: {} for file in files}
     for name, entry in checkpoint.tensors.items():
         for part in entry.parts:
             if part.file in in_index:
-                begin = part.offset - checkpoint.index.files[part.file].header
-                in_index[part.file][name_of_part(name, part.start, part.shape, entry.shape)] = (
-                    DTYPE_NAMES[entry.dtype],
-                    list(part.shape),
-                    [begin, begin + part_bytes(entry, part)],
-                )
+                stored = name_of_part(name, part.start, part.shape, entry.shape)
+                in_index[part.file][stored] = entry.dtype, part.shape, part.offset
     for file, expected in in_index.items():
+        path = checkpoint.path / file
         try:
-            data = checkpoint.read_raw(file, 0, checkpoint.index.files[file].header)
-            header = json.loads(bytes(data[8:].numpy().data))
-            found = {
-                name: (one["dtype"], one["shape"], one["data_offsets"])
-                for name, one in header.items()
-                if name != "__metadata__"
-            }
+            tensors = read_safetensors(path)
+        except FileNotFoundError:  # which is reported for its header
+            continue
         except CheckpointError as error:
             yield str(error)
             continue
-        except (*NOT_AN_INDEX, RuntimeError):
-            found = {}
-        if wrong := sorted(expected.keys() ^ found.keys()) or [
-            name for name in expected if expected[name] != found[name]
-        ]:
-            yield (
-                f"{checkpoint.path / file} does not hold what {INDEX} lists: {wrong[0]} differs in "
-                "its header"
-            )
+        found = {name: (one.dtype, one.shape, one.offset) for name, one in tensors.items()}
+        if wrong := sorted(name for name, _ in expected.items() ^ found.items()):
+            yield f"{path} does not hold what {INDEX} lists: {wrong[0]} differs in its header"

@@ -8,7 +8,7 @@ objects of a few classes found in real files become inert stand-ins. Nothing els
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 
 from overland.apps.convert.formats.lazy import MAX_DIMS, Stored
 from overland.apps.convert.formats.pickles import Maker, Names, as_dict, as_keys, stand_in
-from overland.checkpoint.lazy import Shape
 from overland.errors import CheckpointError
 
 
@@ -68,18 +67,9 @@ def _stored(storage: Storage, dtype: torch.dtype, first: Any, shape: Any, stride
             f"{where} holds a tensor of shape {list(shape)}, more than the {storage.nbytes} bytes "
             "that are stored for it"
         )
-    if tuple(stride) == _contiguous(tuple(shape)):
-        return result
-    plain = all(s == c or n == 1 for s, c, n in zip(stride, _contiguous(shape), shape, strict=True))
-    return result if plain else Stored(result.shape, dtype, where, result.offset, tuple(stride))
-
-
-def _contiguous(shape: Shape) -> Shape:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
+    contiguous = torch.empty(shape, device="meta").stride()
+    is_plain = all(s == c or n == 1 for s, c, n in zip(stride, contiguous, shape, strict=True))
+    return result if is_plain else replace(result, stride=tuple(stride))
 
 
 def _typed_tensor(function: Any, kind: Any, args: Any, _state: Any) -> Any:
