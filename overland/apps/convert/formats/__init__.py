@@ -27,6 +27,7 @@ from overland.apps.convert.formats.safetensors import detect_single, open_single
 from overland.apps.convert.formats.torch import detect_torch, open_torch, write_torch
 from overland.arguments import path_of
 from overland.checkpoint.lazy import Config, LazyCheckpoint
+from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 
 __all__ = ["FORMATS", "Format", "LazyCheckpoint", "Options", "densify", "open_any", "open_peft",
@@ -94,6 +95,7 @@ def open_any(path: str | Path, config: Config = None, whole: bool = True) -> Laz
         if one.detect(path):
             try:
                 opened = one.open(path, config)
+                opened.companions = opened.companions or companions_in(opened.folder)
                 return complete(opened) if whole else opened
             except _NOT_AS_IT_SHOULD_BE as error:
                 raise CheckpointError(

@@ -53,7 +53,6 @@ from overland.checkpoint.lazy import (
     Shape,
     split_state,
 )
-from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import new_file
 
@@ -106,7 +105,6 @@ def open_dcp(path: Path, config: Config = None) -> LazyCheckpoint:
         canonical | num_updates(steps) | rest,
         extras=_extras(tensors, objects),
         config=config,
-        companions=companions_in(path),
     )
 
 

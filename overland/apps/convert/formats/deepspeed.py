@@ -23,7 +23,6 @@ from overland.apps.convert.formats.pickles import StandIn
 from overland.apps.convert.formats.torch_save import read_torch_file, scalar, tensors_in
 from overland.apps.dialects.peft import ADAPTER_CONFIG, read_adapter_config
 from overland.checkpoint.lazy import MODEL, MOMENTS, OPTIMIZER, Config, Lazy, LazyCheckpoint, Shape
-from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 
 
@@ -68,7 +67,6 @@ def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
         {MODEL + name: lazy for name, lazy in weights.items()} | moments | num_updates(steps),
         extras=_extras(first, optimizers),
         config=config or config_near(path, folder),
-        companions=companions_in(path),
         adapter=adapter,
     )
 

@@ -31,7 +31,7 @@ from overland.apps.convert.formats.safetensors import (
 )
 from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
 from overland.data.tokenizer import Tokenizer
-from overland.data.tokenizer_files import GENERATION, companions_in, is_ranks
+from overland.data.tokenizer_files import GENERATION, is_ranks
 from overland.errors import CheckpointError, DataError, ModelError
 from overland.files import read_object
 from overland.models.config import EMBEDDING, HEAD
@@ -51,13 +51,8 @@ def detect_hf(path: Path) -> bool:
 def open_hf(path: Path, config: Config = None) -> LazyCheckpoint:
     config = config or config_near(path)
     weights, own_name = _weights(path), _names(config)
-    return LazyCheckpoint(
-        "hf",
-        path,
-        {MODEL + own_name(name): lazy for name, lazy in weights.items() if not is_computed(name)},
-        config=config,
-        companions=companions_in(path),
-    )
+    kept = {MODEL + own_name(name): weights[name] for name in weights if not is_computed(name)}
+    return LazyCheckpoint("hf", path, kept, config=config)
 
 
 def _names(config: Config) -> Callable[[str], str]:

@@ -34,7 +34,6 @@ from overland.checkpoint.lazy import (
     Shape,
     split_state,
 )
-from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import new_file, read_object
 
@@ -55,6 +54,7 @@ _NAMES = {
     "layers.N.attention_norm.weight": "model.layers.N.input_layernorm.weight",
     "layers.N.ffn_norm.weight": "model.layers.N.post_attention_layernorm.weight",
 }
+NOT_META = "is not a parameter of a dense Llama in Meta's names"
 _META_NAMES = {ours: metas for metas, ours in _NAMES.items()}
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
@@ -83,7 +83,7 @@ def open_meta(path: Path, config: Config = None) -> LazyCheckpoint:
         raise CheckpointError(f"{path / PARAMS} does not describe a Llama: {error!r}") from None
     weights = to_hf_names(whole, head_dim_of(config, str(path)))
     tensors = {MODEL + name: lazy for name, lazy in weights.items()}
-    return LazyCheckpoint("meta", path, tensors, config=config, companions=companions_in(path))
+    return LazyCheckpoint("meta", path, tensors, config=config)
 
 
 def write_meta(source: LazyCheckpoint, folder: Path, options: Options) -> None:
@@ -224,10 +224,6 @@ def has_meta_names(names: Iterable[str]) -> bool:
     return "tok_embeddings.weight" in set(names)
 
 
-def hf_name(name: str) -> str:
-    return _translated(name, _NAMES, "is not a parameter of a dense Llama in Meta's names")
-
-
 def meta_name(name: str) -> str:
     reason = "has no counterpart in Meta's Llama, so this model cannot be written in Meta's or"
     return _translated(name, _META_NAMES, f"{reason} torchtitan's names")
@@ -245,7 +241,7 @@ def to_hf_names(tensors: Mapping[str, Lazy], head_dim: int) -> dict[str, Lazy]:
     renamed: dict[str, Lazy] = {}
     for name, tensor in tensors.items():
         if not is_computed(name):
-            plain = hf_name(name)
+            plain = _translated(name, _NAMES, NOT_META)
             renamed[plain] = _reordered(plain, tensor, head_dim, (head_dim // 2, 2))
     return renamed
 

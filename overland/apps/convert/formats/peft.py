@@ -25,7 +25,7 @@ from overland.apps.convert.formats.safetensors import (
 from overland.apps.dialects.peft import ADAPTER_CONFIG, read_adapter_config, settings_of
 from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
 from overland.config.schema import Lora
-from overland.data.tokenizer_files import companions_in, refuse_link_out
+from overland.data.tokenizer_files import refuse_link_out
 from overland.errors import CheckpointError
 from overland.files import new_file
 from overland.models.config import EMBEDDING, HEAD
@@ -88,7 +88,6 @@ def open_peft(path: Path, config: Config = None) -> LazyCheckpoint:
         path,
         {MODEL + name: lazy for name, lazy in tensors.items()},
         config=config or config_near(path),
-        companions=companions_in(path),
         adapter=contents,
     )
 

@@ -19,7 +19,6 @@ from typing import Any
 from overland.apps.convert.formats.lazy import MAX_DIMS, Options, Stored, config_near, memory
 from overland.checkpoint.format import DTYPE_NAMES, DTYPES, checksum, header_of
 from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint, counter
-from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import CHECKSUMS, checksums_of, new_file, what_is_wrong
 from overland.plugins import plugin
@@ -139,7 +138,6 @@ def open_single(path: Path, config: Config = None) -> LazyCheckpoint:
         path.parent,
         {MODEL + name: lazy for name, lazy in read_safetensors(path).items()},
         config=config or config_near(path.parent),
-        companions=companions_in(path.parent),
     )
 
 

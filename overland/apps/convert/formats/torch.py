@@ -54,7 +54,6 @@ from overland.checkpoint.lazy import (
 )
 from overland.checkpoint.read import CheckpointReader
 from overland.checkpoint.write import commit
-from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import Disk, Moved, ignore, new_file
 from overland.run_folder import COMMITTED, checkpoint_name
@@ -103,7 +102,7 @@ def open_torch(path: Path, config: Config = None) -> LazyCheckpoint:
         rates = read_torch_file(path / RATES)
         last = scalar(rates.get("last_epoch")) if isinstance(rates, dict) else None
         extras |= {"step": last} if isinstance(last, int) and last > 0 else {}
-    return LazyCheckpoint("torch", folder, tensors, extras, config, companions_in(folder))
+    return LazyCheckpoint("torch", folder, tensors, extras, config)
 
 
 def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = None) -> None:
