@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from overland.apps.check.fake_step import fake_steps, local
+from overland.apps.check.fake_step import KEPT, fake_steps, local
 from overland.apps.proofs.layout import proof_job
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
@@ -41,8 +41,8 @@ def test_shards_are_a_fair_share_of_the_model() -> None:
     config, (step,) = steps(64, "parallelism.tensor_parallel_degree=4")
     whole = count_parameters(model_config(config.model)).total
     assert step.parameters == pytest.approx(whole / 64, rel=0.02)
-    assert step.parameter_bytes == step.gradient_bytes == 4 * step.parameters
-    assert step.optimizer_bytes == 8 * step.parameters
+    assert step.num_bytes["parameters"] == step.num_bytes["gradients"] == 4 * step.parameters
+    assert step.num_bytes["optimizer"] == 8 * step.parameters
     assert step.collectives["all-gather"] > 0
 
 
@@ -51,8 +51,8 @@ def test_a_pipeline_is_checked_at_both_ends() -> None:
         32, "parallelism.pipeline_parallel_degree=2", "parallelism.context_parallel_degree=2"
     )
     assert (first.rank, last.rank) == (0, 16)
-    assert first.activation_bytes > 0
-    assert last.activation_bytes > 0
+    assert first.num_bytes[KEPT] > 0
+    assert last.num_bytes[KEPT] > 0
 
 
 def test_every_combination_of_axes_is_checked_in_one_process() -> None:
@@ -64,7 +64,7 @@ def test_every_combination_of_axes_is_checked_in_one_process() -> None:
         degrees = {"pipeline": pp, "tensor": tp, "context": cp}
         settings = [f"parallelism.{axis}_parallel_degree={n}" for axis, n in degrees.items()]
         _, found = steps(pp * tp * cp * dp, *settings, *tiny)
-        assert all(step.activation_bytes > 0 for step in found), (pp, tp, cp, dp)
+        assert all(step.num_bytes[KEPT] > 0 for step in found), (pp, tp, cp, dp)
 
 
 def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_stages() -> None:
@@ -74,7 +74,7 @@ def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_stages() -> None:
     _, one = steps(2, *pp, "parallelism.pipeline_parallel_schedule=1F1B")
     for wide, narrow, under_way in zip(gpipe, one, (2, 1), strict=True):
         (each,) = wide.microbatch_bytes
-        assert wide.activation_bytes - narrow.activation_bytes == (16 - under_way) * each
+        assert wide.num_bytes[KEPT] - narrow.num_bytes[KEPT] == (16 - under_way) * each
 
 
 class Live:
@@ -123,13 +123,13 @@ def test_kept_bytes_are_those_of_real_stages(
     ranks: RankPool, tmp_path: Path, schedule: str
 ) -> None:
     config = proof_job(parse(f"pp2:{schedule}"), (), "float64", 1, tmp_path)
-    counted = [step.activation_bytes for step in fake_steps(config, 2)]
+    counted = [step.num_bytes[KEPT] for step in fake_steps(config, 2)]
     assert counted == pytest.approx(ranks.run(2, most_saved, config), rel=0.01)
 
 
 def test_recompute_keeps_less_for_the_backward_pass() -> None:
     kept = [
-        steps(8, f"activation_checkpoint.mode={mode}")[1][0].activation_bytes
+        steps(8, f"activation_checkpoint.mode={mode}")[1][0].num_bytes[KEPT]
         for mode in ("full", "selective", "none")
     ]
     assert kept == sorted(kept)

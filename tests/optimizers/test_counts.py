@@ -51,7 +51,7 @@ def test_every_count_is_the_state_that_there_is(name: str) -> None:
     scalars = 8 * len(shapes) if name == "EightBit" else 0
     assert state_bytes(config, shapes) == pytest.approx(expected + scalars)
     (step,) = fake_steps(config, 1)
-    assert step.optimizer_bytes == pytest.approx(expected + scalars, rel=1e-3)
+    assert step.num_bytes["optimizer"] == pytest.approx(expected + scalars, rel=1e-3)
     degrees = resolve_degrees(config.parallelism, 1)
     memory = step_memory(model, config, degrees, "none", compiled=False)
     total = sum(map(prod, shapes.values()))

@@ -59,27 +59,21 @@ NOT_FOR_FAKES = (
     fake_tensor.UnsupportedOperatorException,
 )
 
+KEPT = "kept_for_backward"  # by all micro-batches in flight
+
 
 @dataclass(frozen=True)
 class FakeStep:
     rank: int
     parameters: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int  # kept for the backward pass, by all micro-batches in flight
+    num_bytes: dict[str, int]  # of parameters, gradients, optimizer, and KEPT
     microbatch_bytes: tuple[int, ...]  # of that, what each stage keeps per micro-batch
     collectives: dict[str, int]
     seconds: float
 
     @property
     def total_bytes(self) -> int:
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.activation_bytes
-        )
+        return sum(self.num_bytes.values())
 
 
 def fake_steps(
@@ -105,14 +99,15 @@ def fake_steps(
         rank = place * (world_size // degrees.pp)
         step = alike[kind] if kind in alike else fake_step(config, degrees, rank)
         alike[kind] = replace(step, seconds=0.0)
-        steps.append(replace(step, rank=rank, activation_bytes=most_kept(step, combinations)))
+        num_bytes = {**step.num_bytes, KEPT: most_kept(step, combinations)}
+        steps.append(replace(step, rank=rank, num_bytes=num_bytes))
     return steps
 
 
 def most_kept(step: FakeStep, combinations: Iterable[tuple[int, ...]]) -> int:
     """Returns the bytes at the moment when a rank's stages keep the most. What one pass of each
     stage keeps beyond `microbatch_bytes` is parameters, which all micro-batches share."""
-    shared = step.activation_bytes - sum(step.microbatch_bytes)
+    shared = step.num_bytes[KEPT] - sum(step.microbatch_bytes)
     each = step.microbatch_bytes
     return shared + max(sum(map(mul, counts, each)) for counts in combinations)
 
@@ -170,10 +165,12 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
     return FakeStep(
         rank,
         sum(p.numel() for p in parameters),
-        tensor_bytes(parameters),
-        tensor_bytes(trained),
-        optimizer.num_bytes,
-        saved.total,
+        {
+            "parameters": tensor_bytes(parameters),
+            "gradients": tensor_bytes(trained),
+            "optimizer": optimizer.num_bytes,
+            KEPT: saved.total,
+        },
         tuple(each),
         dict(sorted(collectives.counts.items())),
         time.perf_counter() - started,

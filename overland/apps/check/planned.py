@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from overland.apps.check.fake_step import NOT_FOR_FAKES, fake_steps, fake_world
+from overland.apps.check.fake_step import KEPT, NOT_FOR_FAKES, fake_steps, fake_world
 from overland.apps.check.rehearsal import known_steps
 from overland.apps.console.opening import binary_size, lines_of_plan, run_in_words
 from overland.apps.console.readme import strategy_in_words
@@ -39,7 +39,7 @@ MEMORY = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
-    "kept_for_backward": "activations kept for the backward pass",
+    KEPT: "activations kept for the backward pass",
 }
 
 
@@ -120,13 +120,7 @@ class PlannedRun:
                 none = f"none: the model reads values, and fake tensors have none ({error})"
                 return {"fake_step": none}, {"fake step": none}
         worst = max(steps, key=lambda one: one.total_bytes)
-        parts = {
-            "parameters": worst.parameter_bytes,
-            "gradients": worst.gradient_bytes,
-            "optimizer": worst.optimizer_bytes,
-            "kept_for_backward": worst.activation_bytes,
-        }
-        gib = {**parts, "in_all": worst.total_bytes}
+        gib = {**worst.num_bytes, "in_all": worst.total_bytes}
         counts = {name: count for name, count in worst.collectives.items() if count}
         facts = {
             "parameters_per_device": worst.parameters,
@@ -134,7 +128,7 @@ class PlannedRun:
             **{f"{name}s_per_pass": count for name, count in counts.items()},
             "fake_step_seconds": round(sum(one.seconds for one in steps), 1),
         }
-        split = [f"{MEMORY[name]} {binary_size(size)}" for name, size in parts.items()]
+        split = [f"{MEMORY[name]} {binary_size(size)}" for name, size in worst.num_bytes.items()]
         per = ("GPU" if where == "cuda" else "rank") if is_here else "device"
         lines = {"memory": f"{binary_size(worst.total_bytes)} per {per}: {any_of(split, 'and')}"}
         if counts:
