@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from overland.apps.check.fake_step import KEPT, fake_steps, local
+from overland.apps.check.fake_step import KEPT, fake_steps
 from overland.apps.proofs.layout import proof_job
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
@@ -27,6 +27,7 @@ from overland.objectives import registry as objectives
 from overland.objectives.objective import Objective
 from overland.optimizers import WholeMatrix
 from overland.optimizers import registry as optimizers
+from overland.parallel.sharding import shard_of
 from overland.training.build import build_run
 from overland.training.step import train_step
 from overland.world import World
@@ -93,7 +94,7 @@ class Live:
 
 class Held:
     def __init__(self, live: Live, tensor: Tensor) -> None:
-        plain = local(tensor)
+        plain = shard_of(tensor)
         self.live, self.key = live, plain.untyped_storage()._cdata
         # An operation's output comes with the operation's node, which holds what is packed here:
         # kept as it is, it would keep itself.

@@ -23,7 +23,6 @@ from torch import Tensor, UntypedStorage, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overland.apps.proofs.pool import forget_meshes
@@ -48,7 +47,7 @@ from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
-from overland.parallel.sharding import splits
+from overland.parallel.sharding import shard_of, splits
 from overland.parallel.whole import checked_sums
 
 # Raised if a user's code reads values, which fake tensors do not have.
@@ -160,14 +159,14 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
                 with suppress(*NOT_FOR_FAKES):  # a user's rule must return the right shapes
                     optimizer.update(0.1, one, 0.0, one, skip=none)
             with optimizer.whole():
-                parameters = [local(p.detach()) for part in parts for p in part.parameters()]
-                trained = [local(p.detach()) for p in optimizer.parameters]
+                parameters = [shard_of(p.detach()) for part in parts for p in part.parameters()]
+                trained = [shard_of(p.detach()) for p in optimizer.parameters]
     return FakeStep(
         rank,
         sum(p.numel() for p in parameters),
         {
-            "parameters": tensor_bytes(parameters),
-            "gradients": tensor_bytes(trained),
+            "parameters": sum(p.nbytes for p in parameters),
+            "gradients": sum(p.nbytes for p in trained),
             "optimizer": optimizer.num_bytes,
             KEPT: saved.total,
         },
@@ -255,20 +254,12 @@ class SavedBytes:
         self._seen: dict[int, UntypedStorage] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
-        plain = local(tensor)
+        plain = shard_of(tensor)
         storage = plain.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
-            self.total += plain.numel() * plain.element_size()
+            self.total += plain.nbytes
         return tensor
 
     def unpack(self, tensor: Tensor) -> Tensor:
         return tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def tensor_bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
