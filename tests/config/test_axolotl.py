@@ -16,13 +16,25 @@ from overland.apps.dialects.axolotl_keys import (
     PREFERENCE,
     RENAMED,
     SWITCHES,
-    TRANSLATED,
 )
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded, load_config
 from overland.config.source import read_yaml
 from overland.config.write import to_toml
 from tests.data.chats import ROLES, write_tokenizer
+
+# Keys that are translated by code, not by a table.
+TRANSLATED = (
+    "base_model", "tokenizer_config", "overrides_of_model_config", "adapter", "load_in_4bit",
+    "lora_target_modules", "lora_target_linear", "rl", "orpo_alpha", "cpo_alpha",
+    "precompute_ref_log_probs", "datasets", "test_datasets", "chat_template",
+    "chat_template_jinja", "train_on_inputs", "tokens", "special_tokens", "sequence_len",
+    "excess_length_strategy", "sample_packing", "val_set_size", "micro_batch_size",
+    "gradient_accumulation_steps", "num_epochs", "max_steps", "optimizer", "lr_scheduler",
+    "cosine_min_lr_ratio", "warmup_steps", "warmup_ratio", "bf16", "fp16", "float32", "fp8",
+    "eval_steps", "evals_per_epoch", "save_steps", "saves_per_epoch",
+    "save_strategy", "wandb_project", "use_wandb", "deepspeed", "fsdp", "fsdp_config",
+)  # fmt: skip
 
 LORA_ALPACA = """
 base_model: example/Tiny-Llama-3

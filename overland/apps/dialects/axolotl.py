@@ -21,8 +21,8 @@ from overland.apps.dialects.axolotl_keys import (
     REFUSED,
     RENAMED,
     SHARDING,
-    TRANSLATED,
     WANDB,
+    WITH_OTHERS,
 )
 from overland.apps.dialects.draft import is_on, is_one_of
 from overland.config.errors import Problem
@@ -367,16 +367,14 @@ def _rest(file: File) -> None:
         if not any(one in str(name) for one in PLUGINS):
             file.refuse("plugins", plugins, f"{name} is not supported")
     file.without_meaning("plugins", plugins, KERNELS)
+    known = (*file.asked, *WITH_OTHERS, *LORA, *PREFERENCE, *IGNORED, *REFUSED)
     for key, entry in list(file.keys.items()):
         if key in IGNORED or key.startswith(PLUGIN_KEYS):
             file.ignore(key, IGNORED.get(key, KERNELS))
         elif key in REFUSED:
             file.expect(key, entry, *REFUSED[key])
-        elif key not in KNOWN:
-            near = nearest_name(key, KNOWN)
+        elif key not in known:
+            near = nearest_name(key, known)
             file.problems.append(Problem(UNKNOWN, entry.where, key, entry.value, near))
         else:  # depends on a key that is missing, or whose value was refused
             file.lacks(key, entry, "has no effect without datasets; remove it")
-
-
-KNOWN = (*TRANSLATED, *RENAMED, *LORA, *PREFERENCE, *IGNORED, *REFUSED)

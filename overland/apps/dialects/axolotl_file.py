@@ -26,6 +26,8 @@ class File(Draft):
     def __init__(self, entries: Entries, shown: str, above: Entries) -> None:
         own = {p: e for p, e in entries.items() if p[0] in sections() and len(p) > 1}
         super().__init__(own, shown, above)
+        self.asked: set[str] = set()
+        """Keys that were looked for, whether the file has them or not."""
         self.taken: dict[str, Entry] = {}
         self.renamed: list[str] = []
         self.chosen: list[str] = []
@@ -44,6 +46,7 @@ class File(Draft):
 
     def take(self, key: str) -> Entry | None:
         """Returns the entry of a key, if set, and removes it."""
+        self.asked.add(key)
         entry = self.keys.pop(key, None)
         if entry is not None:
             self.taken[key] = entry

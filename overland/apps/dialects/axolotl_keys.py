@@ -66,17 +66,10 @@ PREFERENCE: dict[str, str] = {
     "max_prompt_len": "preference.max_prompt",
 }
 
-# Keys that are translated by code.
-TRANSLATED = (
-    "base_model", "tokenizer_config", "overrides_of_model_config", "adapter", "load_in_4bit",
-    "lora_target_modules", "lora_target_linear", "rl", "orpo_alpha", "cpo_alpha",
-    "precompute_ref_log_probs", "datasets", "test_datasets", "chat_template",
-    "chat_template_jinja", "train_on_inputs", "tokens", "special_tokens", "sequence_len",
-    "excess_length_strategy", "sample_packing", "val_set_size", "micro_batch_size",
-    "gradient_accumulation_steps", "num_epochs", "max_steps", "optimizer", "lr_scheduler",
-    "cosine_min_lr_ratio", "warmup_steps", "warmup_ratio", "bf16", "fp16", "float32", "fp8",
-    "eval_steps", "evals_per_epoch", "save_steps", "saves_per_epoch",
-    "save_strategy", "wandb_project", "use_wandb", "deepspeed", "fsdp", "fsdp_config",
+# Keys that are only translated together with others, such as datasets.
+WITH_OTHERS = (
+    "chat_template", "chat_template_jinja", "train_on_inputs", "excess_length_strategy",
+    "precompute_ref_log_probs",
 )  # fmt: skip
 
 KERNELS = "the fastest implementation on the device is used; all compute the same"

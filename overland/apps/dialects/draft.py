@@ -33,6 +33,12 @@ def by_key(names_of: Mapping[str, str]) -> dict[str, str]:
     return {key: reason for reason, names in names_of.items() for key in names.split()}
 
 
+def reason_for(path: KeyPath, reasons: Mapping[str, str]) -> str:
+    """Returns the reason for a key, or for the innermost table that it is in; empty without one."""
+    names = (".".join(path[:n]) for n in range(len(path), 0, -1))
+    return next((reasons[name] for name in names if name in reasons), "")
+
+
 class Draft:
     """Collects translated entries. Entries that the file has in current keys are never
     overwritten; `above` will override them all, untranslated."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from overland.apps.dialects.draft import Draft, by_key, is_one_of, path_of
+from overland.apps.dialects.draft import Draft, by_key, is_one_of, path_of, reason_for
 from overland.config.source import Entries, Entry, KeyPath, Translated
 from overland.words import any_of
 
@@ -150,8 +150,7 @@ class Stub(Draft):
 
     def _one(self, path: KeyPath, entry: Entry) -> None:
         key = ".".join(path)
-        tables = (".".join(path[:n]) for n in range(len(path), 0, -1))
-        reason = next((WITHOUT_MEANING[name] for name in tables if name in WITHOUT_MEANING), None)
+        reason = reason_for(path, WITHOUT_MEANING)
         if key in SWITCHES and entry.value is not None:
             self.expect_bool(key, entry)
         if is_size(path):

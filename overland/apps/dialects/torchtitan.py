@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from overland.apps.dialects.draft import SAME, Draft, is_one_of, path_of
+from overland.apps.dialects.draft import SAME, Draft, is_one_of, path_of, reason_for
 from overland.config.source import Entries, Entry, KeyPath, Translated
 
 HARMLESS = "torchtitan's default values, so nothing is lost"
@@ -47,7 +47,7 @@ def translate_torchtitan(
         elif key in IGNORED:
             default, reason = IGNORED[key]
             draft.without_meaning(key, entry, HARMLESS if entry.value == default else reason)
-        elif reason := _ignored_section(path):
+        elif reason := reason_for(path, IGNORED_SECTIONS):
             draft.without_meaning(key, entry, HARMLESS if entry.value is False else reason)
         elif key != WEIGHTS_IN_HF and entry.value != {}:
             draft.refuse(key, entry, UNKNOWN)
@@ -68,13 +68,7 @@ def _is_old(path: KeyPath, entry: Entry) -> bool:
         return BY_VALUE[key](entry.value)
     tables = (SPECIAL, CHANGED, RENAMED, REFUSED, IGNORED, (WEIGHTS_IN_HF,))
     listed = any(key in table for table in tables) or path[0] in REFUSED_SECTIONS
-    return listed or bool(_ignored_section(path))
-
-
-def _ignored_section(path: KeyPath) -> str:
-    """Returns why all keys in the section or table of `path` have no effect; empty if they do."""
-    tables = (".".join(path[:n]) for n in range(1, len(path) + 1))
-    return next((IGNORED_SECTIONS[name] for name in tables if name in IGNORED_SECTIONS), "")
+    return listed or bool(reason_for(path, IGNORED_SECTIONS))
 
 
 def _flavor(flavor: str) -> dict[str, Any]:
