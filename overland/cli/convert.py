@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -102,12 +101,10 @@ def convert(
 
 
 def size_in_bytes(text: str) -> int:
+    from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
-    number = 0.0
-    if match is not None:
-        power = " KMGT".index(match[2].upper() or " ")
-        number = float(match[1]) * (1024 if match[3] else 1000) ** power
-    if number < 1:
-        raise CheckpointError(f"--max-shard-size {text} is not a size; write e.g. 500MB or 5GB")
-    return int(number)
+    try:
+        return TypeAdapter(Annotated[ByteSize, Field(ge=1)]).validate_python(text)
+    except ValidationError:
+        problem = f"--max-shard-size {text} is not a size; write e.g. 500MB or 5GB"
+        raise CheckpointError(problem) from None

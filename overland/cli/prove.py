@@ -76,13 +76,12 @@ def layout(
 
     if dtype not in TOLERANCES:
         raise wrong_option(f"expected {any_of(list(TOLERANCES))}", "--dtype", dtype)
-    check_device(device, ranks_per_device)
     chosen = parsed(layouts, {"short": SHORT, "all": LAYOUTS, "five": FIVE_AXES})
     settings = settings_of(config)
     is_own = settings is not None and "name" in settings["model"]
     if is_own and layouts == "short":
         chosen = parsed(OWN, {})
-    check_sharing(device, chosen, ranks_per_device)
+    check_device(device, chosen, ranks_per_device)
     evidence = Evidence(table, HEAD, keys=(0, 2))
     todo = [one for one in chosen if not evidence.holds(one.name, dtype)]
     with closing(RankPool(device)) as pool:
@@ -118,12 +117,11 @@ def resume(
     from overland.apps.proofs.pool import RankPool
     from overland.apps.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
 
-    check_device(device, ranks_per_device)
     chosen = parsed(layouts, {"dozen": DOZEN})
     if len({layout.kinds for layout in chosen}) > 1:
         message = "all layouts of one proof must have the same suffix after +"
         raise wrong_option(message, "--layouts", layouts)
-    check_sharing(device, chosen, ranks_per_device)
+    check_device(device, chosen, ranks_per_device)
     evidence = Evidence(table, HEAD, keys=(0, 1))
     todo = [(a, b) for a, b in pairs(chosen) if not evidence.holds(a.name, b.name)]
     with closing(RankPool(device)) as pool:
@@ -216,22 +214,22 @@ def wrong_option(message: str, option: str, value: str | None = None) -> ConfigE
     return ConfigError([Problem(message, "command line", option, given)])
 
 
-def check_device(device: str, ranks_per_device: int | None) -> None:
+def check_device(device: str, layouts: list[ProofLayout], ranks_per_device: int | None) -> None:
+    """Refuses a device that is not here, and layouts that need more ranks than may share the GPUs;
+    says if ranks share any."""
     if device not in ("cpu", "cuda"):
         raise wrong_option("expected cpu or cuda", "--device", device)
-    if device == "cuda" and not num_gpus():
+    if device == "cpu":
+        if ranks_per_device is not None:
+            message = "only GPUs are shared; add --device cuda"
+            raise wrong_option(message, "--ranks-per-device", str(ranks_per_device))
+        return
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if not gpus:
         message = "this machine has no GPU visible; leave it out to prove on CPU ranks"
         raise wrong_option(message, "--device", device)
-    if device == "cpu" and ranks_per_device is not None:
-        message = "only GPUs are shared; add --device cuda"
-        raise wrong_option(message, "--ranks-per-device", str(ranks_per_device))
-
-
-def check_sharing(device: str, layouts: list[ProofLayout], ranks_per_device: int | None) -> None:
-    """Refuses layouts that need more ranks than may share the GPUs, and says if ranks share any."""
-    if device == "cpu":
-        return
-    gpus = num_gpus()
     largest = max(layouts, key=lambda layout: layout.num_ranks)
     each = -(-largest.num_ranks // gpus)
     if ranks_per_device is not None and each > ranks_per_device:
@@ -240,9 +238,3 @@ def check_sharing(device: str, layouts: list[ProofLayout], ranks_per_device: int
     if each > 1:
         note = mps_note()
         print_notes(f"up to {each} ranks share a GPU" + (f"; {note}" if note else ""))
-
-
-def num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
