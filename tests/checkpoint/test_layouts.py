@@ -15,9 +15,8 @@ from overland.training.loop import train
 from overland.world import World
 
 
-def job(folder: Path, layout: str | None, steps: int, tied: bool) -> JobConfig:
-    kinds = ("tied",) if tied else ()
-    config = proof_job(parse(layout) if layout else None, kinds, "float64", steps, folder)
+def job(folder: Path, layout: str, steps: int, tied: bool) -> JobConfig:
+    config = proof_job(parse(layout + "+tied" * tied), "float64", steps, folder)
     save = config.checkpoint.model_copy(update={"enable": True})
     schedule = config.lr_scheduler.model_copy(update={"total_steps": 6})
     return config.model_copy(update={"checkpoint": save, "lr_scheduler": schedule})
@@ -37,7 +36,7 @@ def job(folder: Path, layout: str | None, steps: int, tied: bool) -> JobConfig:
 def test_a_run_goes_on_in_another_layout(
     ranks: RankPool, tmp_path: Path, before: str, after: str, tied: bool
 ) -> None:
-    unbroken = ranks.run(1, curve, job(tmp_path / "unbroken", None, 6, tied))[0]
+    unbroken = ranks.run(1, curve, job(tmp_path / "unbroken", "shard1", 6, tied))[0]
     ranks.run(parse(before).num_ranks, curve, job(tmp_path / "broken", before, 3, tied))
     rest = ranks.run(parse(after).num_ranks, curve, job(tmp_path / "broken", after, 6, tied))
     for curve_of_rank in rest:
@@ -48,7 +47,7 @@ def test_a_run_goes_on_in_another_layout(
 def test_both_ends_of_a_tied_pipeline_are_rounded_alike(ranks: RankPool, tmp_path: Path) -> None:
     """Moments are rounded by chance; a checkpoint keeps one of the two ends."""
     narrow = {"optimizer": {"bf16_moments": True}}
-    config = proof_job(parse("pp2:1F1B"), ("tied",), "float32", 6, tmp_path, narrow)
+    config = proof_job(parse("pp2:1F1B+tied"), "float32", 6, tmp_path, narrow)
     first, last = ranks.run(2, tied_matrix, config)
     assert torch.equal(first, last)
 

@@ -123,7 +123,7 @@ def most_saved(world: World, config: JobConfig) -> int:
 def test_kept_bytes_are_those_of_real_stages(
     ranks: RankPool, tmp_path: Path, schedule: str
 ) -> None:
-    config = proof_job(parse(f"pp2:{schedule}"), (), "float64", 1, tmp_path)
+    config = proof_job(parse(f"pp2:{schedule}"), "float64", 1, tmp_path)
     counted = [step.num_bytes[KEPT] for step in fake_steps(config, 2)]
     assert counted == pytest.approx(ranks.run(2, most_saved, config), rel=0.01)
 

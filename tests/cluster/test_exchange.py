@@ -174,7 +174,7 @@ def curve_without_pickles(world: World, job: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["pp2xtp2", "cp2xshard2+tied"])
 def test_no_layout_unpickles_what_a_rank_sends(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    job = proof_job(parse(name), (), "float32", 2, tmp_path)
+    job = proof_job(parse(name), "float32", 2, tmp_path)
     assert ranks.run(4, curve_without_pickles, job)
 
 

@@ -28,7 +28,7 @@ def job(name: str, layout: str, folder: Path, steps: int, save: bool) -> JobConf
         "lr_scheduler": {"total_steps": STEPS},
         "checkpoint": {"enable": save, "interval": SAVED_AT},
     }
-    return proof_job(parsed, parsed.kinds, "float64", steps, folder, settings)
+    return proof_job(parsed, "float64", steps, folder, settings)
 
 
 def run(

@@ -34,16 +34,16 @@ def curve_with_casts_that_lose_nothing(world: World, job: JobConfig) -> Curve:
 @pytest.mark.parametrize("name", ["shard2:op", "tp2:compile", "cp2", "pp2:InterleavedZeroBubble"])
 def test_layouts_compute_the_same_products(ranks: RankPool, tmp_path: Path, name: str) -> None:
     layout = parse(name)
-    alone = ranks.run(1, curve, proof_job(None, (), "float64", 3, tmp_path))[0]
-    job = proof_job(layout, (), "float64", 3, tmp_path, NARROW)
+    alone = ranks.run(1, curve, proof_job(parse("shard1"), "float64", 3, tmp_path))[0]
+    job = proof_job(layout, "float64", 3, tmp_path, NARROW)
     split = ranks.run(layout.num_ranks, curve_with_casts_that_lose_nothing, job)[0]
     assert max(difference(split, alone, which) for which in (0, 1)) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["tp2", pytest.param("shard2", marks=pytest.mark.long)])
 def test_in_8_bits_two_ranks_stay_near_one(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    alone = ranks.run(1, curve, proof_job(None, (), "bfloat16", 5, tmp_path, NARROW))[0]
-    wide = ranks.run(1, curve, proof_job(None, (), "bfloat16", 5, tmp_path))[0]
-    split = ranks.run(2, curve, proof_job(parse(name), (), "bfloat16", 5, tmp_path, NARROW))[0]
+    alone = ranks.run(1, curve, proof_job(parse("shard1"), "bfloat16", 5, tmp_path, NARROW))[0]
+    wide = ranks.run(1, curve, proof_job(parse("shard1"), "bfloat16", 5, tmp_path))[0]
+    split = ranks.run(2, curve, proof_job(parse(name), "bfloat16", 5, tmp_path, NARROW))[0]
     assert difference(split, alone, 0) < 1e-2
     assert 0 < difference(alone, wide, 0) < 1e-2

@@ -46,7 +46,7 @@ def test_float32_stays_within_its_tolerance(ranks: RankPool) -> None:
 
 
 def test_the_same_layout_run_twice_gives_the_same_bits(ranks: RankPool, tmp_path) -> None:
-    job = proof_job(parse("tp2"), (), "float32", STEPS, tmp_path)
+    job = proof_job(parse("tp2"), "float32", STEPS, tmp_path)
     assert ranks.run(2, curve, job) == ranks.run(2, curve, job)
 
 

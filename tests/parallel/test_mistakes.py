@@ -146,7 +146,9 @@ def test_the_proof_finds_a_mistake(
 
 
 def test_held_out_rows_have_different_numbers_of_tokens(tmp_path: Path) -> None:
-    job = proof_job(None, (), "float64", 1, tmp_path, {"validation": held_out_data(tmp_path)})
+    job = proof_job(
+        parse("shard1"), "float64", 1, tmp_path, {"validation": held_out_data(tmp_path)}
+    )
     (dataset,) = validation_data(job, ROWS, TINY["vocab_size"], Preparer())
     batches = [load_batch(dataset.rows, number) for number in range(2)]
     counts = [(row != IGNORED).sum().item() for batch in batches for row in batch["labels_BS"]]

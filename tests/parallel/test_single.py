@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from overland.apps.proofs.layout import Curve, curve, difference, proof_job
+from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.config import schema
 from overland.config.schema import JobConfig
@@ -81,7 +82,7 @@ def test_one_device_in_halves_computes_what_fsdp_computes(
     ranks: RankPool, tmp_path: Path, rows_per_pass: int
 ) -> None:
     """Also with several passes per step, whose gradients are added up in float32."""
-    job = proof_job(None, (), "bfloat16", 10, tmp_path)
+    job = proof_job(parse("shard1"), "bfloat16", 10, tmp_path)
     job.training.local_batch_size = rows_per_pass
     alone, sharded = ranks.run(1, curves_with_and_without_fsdp, job)[0]
     assert alone[:2] == sharded[:2]

@@ -30,7 +30,7 @@ def test_adapters_and_preferences_are_taken(tmp_path: Path) -> None:
     )
     settings = settings_of(str(tmp_path / "run.toml"))
     assert settings is not None
-    job = proof_job(parse("tp2"), (), "float64", 2, tmp_path / "proof", settings)
+    job = proof_job(parse("tp2"), "float64", 2, tmp_path / "proof", settings)
     assert (job.lora.rank, job.lora.alpha, job.lora.rslora) == (4, 32.0, True)
     assert (job.preference.loss, job.preference.beta) == ("ipo", 0.5)
     assert (job.sft.shape, job.data.packing) == ("preference", "trunc")

@@ -23,7 +23,6 @@ from overland.apps.proofs.layouts import (
     ARCHITECTURE,
     KINDS,
     PAIRS,
-    ROW_BY_ROW,
     WAYS,
     ProofLayout,
     Sections,
@@ -181,25 +180,23 @@ def prove_layouts(
             validated = {"validation": held_out_data(Path(folder)), **(settings or {})}
             job_of = partial(
                 proof_job,
-                kinds=layout.kinds,
-                dtype=dtype,
                 steps=steps,
                 folder=Path(folder),
                 settings=validated,
                 device=pool.device_type,
             )
             if layout.kinds not in references:
-                alone = pool.run(1, curves, job_of(None))[0]
+                alone = pool.run(1, curves, job_of(layout.alone(), dtype))[0]
                 bounds = Tolerance(TOLERANCES[dtype], NORM_TOLERANCES[dtype])
                 if pool.device_type == "cuda":
-                    others = [job_of(ROW_BY_ROW)]
+                    others = [job_of(layout.alone("accumulate"), dtype)]
                     if dtype in WIDER:
-                        others.append(job_of(None, dtype=WIDER[dtype]))
+                        others.append(job_of(layout.alone(), WIDER[dtype]))
                     spread = [pool.run(1, curves, job)[0] for job in others]
                     bounds = spread_bounds(spread, alone, dtype)
                 references[layout.kinds] = alone, bounds
             (steps_alone, held_out_alone), bounds = references[layout.kinds]
-            found, failure = try_layout(pool, layout, job_of(layout))
+            found, failure = try_layout(pool, layout, job_of(layout, dtype))
         yield LayoutVerdict(
             layout.name,
             layout.num_ranks,
@@ -317,8 +314,7 @@ def letter_tokenizer() -> str:
 
 
 def proof_job(
-    layout: ProofLayout | None,
-    kinds: tuple[str, ...],
+    layout: ProofLayout,
     dtype: str,
     steps: int,
     folder: Path,
@@ -326,13 +322,14 @@ def proof_job(
     device: str = "cpu",
 ) -> JobConfig:
     wide = "float64" if dtype == "float64" else "float32"
+    data_parallel = layout.degrees.get("shard", 1) * layout.degrees.get("rep", 1)
     job: Sections = {
         "job": {"dump_folder": str(folder)},
         "training": {
             "dataset": "random",
             "seq_len": SEQ_LEN,
             "global_batch_size": ROWS,
-            "local_batch_size": ROWS,
+            "local_batch_size": ROWS // data_parallel,
             "steps": steps,
             "dtype": wide,
             "mixed_precision_param": dtype,
@@ -345,24 +342,20 @@ def proof_job(
         "metrics": {"log_freq": 1, "enable_tensorboard": False},
         "checkpoint": {"enable": False},
     }
-    for change in [settings or {}] + [KINDS[kind] for kind in kinds]:
+    kinds, ways = [KINDS[kind] for kind in layout.kinds], [WAYS[way] for way in layout.ways]
+    for change in (settings or {}, *kinds, *ways):
         _merge(job, change)
-    if layout is not None:
-        data_parallel = layout.degrees.get("shard", 1) * layout.degrees.get("rep", 1)
-        _merge(job, {"training": {"local_batch_size": ROWS // data_parallel}})
-        for change in [WAYS[way] for way in layout.ways]:
-            _merge(job, change)
-        if device == "cuda" and "compile" in layout.ways:
-            _merge(job, {"compile": {"backend": "inductor"}})
-        degrees = layout.parallelism
-        if "sharding_stage" in job.get("parallelism", {}):  # derives the data-parallel degrees
-            degrees = {key: n for key, n in degrees.items() if not key.startswith("data_parallel")}
-        _merge(job, {"parallelism": degrees})
+    if device == "cuda" and "compile" in layout.ways:
+        _merge(job, {"compile": {"backend": "inductor"}})
+    degrees = layout.parallelism
+    if "sharding_stage" in job.get("parallelism", {}):  # derives the data-parallel degrees
+        degrees = {key: n for key, n in degrees.items() if not key.startswith("data_parallel")}
+    _merge(job, {"parallelism": degrees})
     if "sft" in job:
         _merge(job, talk_data(folder / "talks", pairs="preference" in job))
     changes, own = job.pop(ARCHITECTURE, {}), job.get("model", {}).get("name")
     if own and changes:
-        message = f"{', '.join(kinds)} changes a plain decoder, and {own} is a custom model"
+        message = f"{', '.join(layout.kinds)} changes a plain decoder, and {own} is a custom model"
         raise ConfigError([Problem(message, "command line", "--layouts")])
     if not own:
         folder.mkdir(parents=True, exist_ok=True)

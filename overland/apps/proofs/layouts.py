@@ -9,7 +9,7 @@ shard2 rep2 tp2 cp2 pp2     degrees; products are written with "x": pp2xtp2
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -105,6 +105,10 @@ class ProofLayout:
     ways: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
 
+    def alone(self, *ways: str) -> ProofLayout:
+        """Returns what one process computes, which this layout must equal."""
+        return replace(self, degrees={}, ways=ways)
+
     @property
     def num_ranks(self) -> int:
         return prod(self.degrees.values())
@@ -141,8 +145,6 @@ def parse(name: str) -> ProofLayout:
 def parse_all(text: str) -> list[ProofLayout]:
     return [parse(name) for name in text.split()]
 
-
-ROW_BY_ROW = parse("shard1:accumulate")
 
 # Every axis, stage and schedule, every kind of training, and pairs of those whose code interacts,
 # in minutes on two cores: what `make test` runs. Frozen parameters in a pipeline are proven

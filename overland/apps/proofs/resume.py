@@ -22,7 +22,7 @@ from overland.apps.proofs.layout import (
     proof_job,
     try_layout,
 )
-from overland.apps.proofs.layouts import ProofLayout, parse_all
+from overland.apps.proofs.layouts import ProofLayout, Sections, parse_all
 from overland.apps.proofs.pool import RankPool
 from overland.run_folder import CHECKPOINTS, checkpoint_name
 
@@ -98,25 +98,20 @@ def prove_resumes(
     wanted: Sequence[tuple[ProofLayout, ProofLayout]], pool: RankPool
 ) -> Iterator[Resumed]:
     """Yields one verdict per pair. The checkpoint of one layout is used by all that resume it."""
-    settings = {
-        "debug": {"deterministic": pool.device_type == "cuda"},
+    device = pool.device_type
+    settings: Sections = {
+        "debug": {"deterministic": device == "cuda"},
         "checkpoint": {"enable": True, "interval": SAVED_AT},
     }
+    job_of = partial(proof_job, dtype="float64", steps=STEPS, settings=settings, device=device)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         saved, resumed = root / "saved", root / "resumed"
         alone: dict[tuple[str, ...], Curve] = {}
         for before in {before.name: before for before, _ in wanted}.values():
-            job_of = partial(
-                proof_job,
-                kinds=before.kinds,
-                dtype="float64",
-                steps=STEPS,
-                settings=settings,
-                device=pool.device_type,
-            )
             if before.kinds not in alone:
-                alone[before.kinds] = pool.run(1, curve, job_of(None, folder=root / "alone"))[0]
+                job = job_of(before.alone(), folder=root / "alone")
+                alone[before.kinds] = pool.run(1, curve, job)[0]
             rest = alone[before.kinds][SAVED_AT:]
             job = job_of(before, folder=saved)
             unbroken = pool.run(before.num_ranks, curve, job, num_nodes=before.num_nodes)
