@@ -63,8 +63,6 @@ def load_pickle(data: bytes, where: str, names: Names, persistent: Persistent | 
     return _Machine(data, where, names, persistent).run()
 
 
-_MARK = object()
-
 # Objects created, in units of about 100 bytes of memory, and elements copied by makers, per byte of
 # the pickle. Files of torch, DeepSpeed and DCP need less than 0.5.
 COST_PER_BYTE, COST_OF_ANY = 1, 2**16
@@ -83,6 +81,8 @@ class _Machine:
         self.argument: Any = None
         """What follows the current opcode: a number, a text, bytes, or the names of a class."""
         self.stack: list[Any] = []
+        self.marked: list[list[Any]] = []
+        """What was on the stack at each mark; the stack itself begins at the last one."""
         self.memo: dict[int, Any] = {}
         self.budget = COST_PER_BYTE * len(data) + COST_OF_ANY
 
@@ -115,45 +115,40 @@ class _Machine:
 
     def check_extent(self, value: Any) -> None:
         """Raises for results that cannot be traversed safely: too deep, cyclic, or with values
-        shared so often that expanding them never ends. It does not recurse itself."""
+        shared so often that expanding them never ends."""
         limit = EXTENT_PER_BYTE * len(self.data) + EXTENT_OF_ANY
         extents: dict[int, int] = {}  # by identity; 0 while in progress
-        path = [(value, 1, _inside(value))]
-        while path:
-            container, extent, rest = path.pop()
-            for child in rest:
-                if isinstance(child, (str, bytes)):
-                    extent += 1 + len(child) // 16
-                elif not isinstance(child, _CONTAINERS):
-                    extent += 1
-                elif known := extents.get(id(child)):
-                    extent += known
-                elif id(child) in extents or len(path) >= MAX_DEPTH:
+
+        def extent_of(value: Any, depth: int) -> int:
+            if isinstance(value, (str, bytes)):
+                return 1 + len(value) // 16
+            if not isinstance(value, _CONTAINERS):
+                return 1
+            if known := extents.get(id(value)):
+                return known
+            if id(value) in extents or depth > MAX_DEPTH:
+                raise self.refusal(f"holds values nested more than {MAX_DEPTH} deep or in a cycle")
+            extents[id(value)] = 0
+            extent = 1
+            for child in _inside(value):
+                extent += extent_of(child, depth + 1)
+                if extent > limit:
                     raise self.refusal(
-                        f"holds values nested more than {MAX_DEPTH} deep or in a cycle"
+                        f"refers to the same values so often that its {len(self.data)} bytes would "
+                        "be endless when expanded"
                     )
-                else:
-                    extents[id(container)] = extents[id(child)] = 0
-                    path += [(container, extent, rest), (child, 1, _inside(child))]
-                    break
-            else:
-                extents[id(container)] = extent
-                if path:
-                    outer, before, others = path[-1]
-                    path[-1] = (outer, before + extent, others)
-            if extent > limit:
-                raise self.refusal(
-                    f"refers to the same values so often that its {len(self.data)} bytes would be "
-                    "endless when expanded"
-                )
+            extents[id(value)] = extent
+            return extent
+
+        extent_of(value, 0)
+
+    def mark(self) -> None:
+        self.marked.append(self.stack)
+        self.stack = []
 
     def since_mark(self) -> list[Any]:
-        for place in range(len(self.stack) - 1, -1, -1):
-            if self.stack[place] is _MARK:
-                items = self.stack[place + 1 :]
-                del self.stack[place:]
-                return items
-        raise IndexError
+        items, self.stack = self.stack, self.marked.pop()
+        return items
 
     def named(self, module: Any, name: Any) -> Any:
         # Only strings are looked up: hashing a nested tuple can take forever, or crash.
@@ -184,7 +179,8 @@ def _push(value: Callable[[_Machine], Any], cost: int = 0) -> Action:
 
     def action(machine: _Machine) -> None:
         machine.spend(cost)
-        machine.stack.append(value(machine))
+        pushed = value(machine)  # which may change what the stack is
+        machine.stack.append(pushed)
 
     return action
 
@@ -251,8 +247,6 @@ def _last(machine: _Machine, count: int) -> list[Any]:
         raise IndexError
     items = machine.stack[-count:]
     del machine.stack[-count:]
-    if any(item is _MARK for item in items):
-        raise IndexError
     return items
 
 
@@ -313,7 +307,7 @@ _ACTIONS: dict[str, Action] = {
     "PROTO": _check_protocol,
     "FRAME": lambda m: None,  # only a hint for streams
     "STOP": lambda m: None,
-    "MARK": lambda m: m.stack.append(_MARK),
+    "MARK": lambda m: m.mark(),
     "POP": lambda m: m.stack.pop(),
     "POP_MARK": lambda m: m.since_mark(),
     "DUP": _push(lambda m: m.stack[-1]),
