@@ -11,13 +11,7 @@ from typing import Any
 import numpy as np
 
 from overland.data.arrays import Arrays
-from overland.data.corpora import (
-    Opener,
-    Preparer,
-    check_vocabulary,
-    named_by_keys,
-    shard_documents,
-)
+from overland.data.corpora import Opener, Preparer, check_vocabulary, named_by_keys, shard_documents
 from overland.data.holdout import check_countable
 from overland.data.layout import CorpusLayout, group, policy_of, weigh
 from overland.data.sampler import AnyCorpus

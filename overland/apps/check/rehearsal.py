@@ -53,11 +53,7 @@ from overland.data.prepare import (
 from overland.data.sampler import AnyCorpus, NoDocuments
 from overland.data.sources.image_files import is_array_list
 from overland.data.tokenizer import Tokenizer
-from overland.data.wanted import (
-    WantedSource,
-    held_out_sources,
-    sources_of,
-)
+from overland.data.wanted import WantedSource, held_out_sources, sources_of
 from overland.errors import CheckpointError, DataError, MismatchError, ModelError
 from overland.models.build import build_undivided
 from overland.models.flops import casts_samples, sample_fields
@@ -71,13 +67,7 @@ from overland.plugins import plugin
 from overland.run_folder import RunFolder
 from overland.training.build import num_steps
 from overland.training.resume import check_changes, choose_tensors, naming_keys, preparer_for
-from overland.training.start import (
-    find_left_out,
-    is_hf,
-    new_rows_of,
-    open_foreign,
-    require_weights,
-)
+from overland.training.start import find_left_out, is_hf, new_rows_of, open_foreign, require_weights
 from overland.words import any_of
 
 

@@ -14,13 +14,7 @@ import torch
 
 from overland.apps.convert.formats.lazy import is_tiled_by
 from overland.apps.convert.formats.safetensors import read_safetensors
-from overland.checkpoint.format import (
-    BLOCK,
-    INDEX,
-    checksum,
-    is_marker_exact,
-    name_of_part,
-)
+from overland.checkpoint.format import BLOCK, INDEX, checksum, is_marker_exact, name_of_part
 from overland.checkpoint.read import (
     NUM_THREADS,
     PIECE,

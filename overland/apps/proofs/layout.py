@@ -19,14 +19,7 @@ from random import Random
 from string import ascii_letters
 from typing import Any, NamedTuple
 
-from overland.apps.proofs.layouts import (
-    ARCHITECTURE,
-    KINDS,
-    PAIRS,
-    WAYS,
-    ProofLayout,
-    Sections,
-)
+from overland.apps.proofs.layouts import ARCHITECTURE, KINDS, PAIRS, WAYS, ProofLayout, Sections
 from overland.apps.proofs.pool import RankPool
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError, Problem

@@ -40,14 +40,7 @@ from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import parse_toml, read_object
 from overland.models.lora_targets import is_adapter
-from overland.run_folder import (
-    ADAPTERS,
-    CHECKPOINTS,
-    COMMITTED,
-    CONFIG,
-    MODEL_CONFIG,
-    TOKENIZER,
-)
+from overland.run_folder import ADAPTERS, CHECKPOINTS, COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
 
 Section = TypeVar("Section", Lora, Optimizer)
 
