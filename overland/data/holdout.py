@@ -26,7 +26,7 @@ from overland.config.schema import Data as Settings
 from overland.config.schema import DataSource, JobConfig
 from overland.data.corpus import Corpus
 from overland.data.layout import read_layout
-from overland.data.plan import kept_plan
+from overland.data.plan import check_same_holdout, kept_plan
 from overland.data.registry import is_built_in
 from overland.data.shard import limit_of
 from overland.data.sources import Source
@@ -114,12 +114,7 @@ def kept_share(run: Path, data: Settings) -> float | None:
     if not data.holdout or before is None:
         return None
     shares = [one.get("holdout", 0.0) for one in kept["plan"]["sources"].values()]
-    if before != data.holdout:
-        raise DataError(
-            f"data.holdout is {data.holdout}, but this run began with {before}: it would validate "
-            "on documents that it was trained on; set it back, or start a new run with --resume "
-            "none"
-        )
+    check_same_holdout(before, data.holdout)
     return None if isinstance(data.holdout, float) else max(shares) or None
 
 

@@ -119,7 +119,7 @@ class Plan:
             if name in self.sources and self.sources[name].fingerprint != source.fingerprint:
                 raise ChangedSource(name)
             if name in self.sources:
-                check_same_holdout(name, self.sources[name].holdout, source.holdout)
+                check_same_holdout(self.sources[name].holdout, source.holdout, f" for {name}")
         kept = tuple(one for one in self.segments if one.first_batch < batch)
         new = replace(wanted.segments[-1], first_batch=batch)
         if not kept or differences(kept[-1], new):
@@ -142,11 +142,12 @@ def check_same_order(plan: Plan, seed: int, window_documents: int, mixture: str)
             )
 
 
-def check_same_holdout(name: str, ours: float, theirs: float) -> None:
-    """Raises an error if a source holds out another share, or another number of documents."""
+def check_same_holdout(ours: float, theirs: float, of: str = "") -> None:
+    """Raises an error if another share, or another number of documents, is held out than when a run
+    began; `of` says of what, for the message."""
     if ours != theirs:
         raise DataError(
-            f"data.holdout is {theirs!r} for {name}, but this run began with {ours!r}: it would "
+            f"data.holdout is {theirs!r}{of}, but this run began with {ours!r}: it would "
             "validate on documents that it was trained on; set it back, or start a new run with "
             "--resume none"
         )

@@ -33,49 +33,9 @@ from overland.words import any_of
 LOOKED_AT = 64  # records read to detect what the columns hold
 # Special tokens as most families of templates write them.
 TOKEN_LIKE = re.compile(r"<\|[A-Za-z0-9_]{1,40}\|>|<(?:start|end)_of_turn>")
-
-CHATML = """\
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message['role'] + '\\n' -}}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}
-            {{- message['content'] + '<|im_end|>\\n' -}}
-        {%- endgeneration -%}
-    {%- else -%}
-        {{- message['content'] + '<|im_end|>\\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
-
-# The prompt of Stanford's Alpaca. The tokenizer decides whether BOS precedes it.
-ALPACA = """\
-{%- for message in messages -%}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}
-            {{- message['content'] -}}{{- eos_token -}}
-        {%- endgeneration -%}
-    {%- elif message['role'] == 'system' -%}
-        {{- message['content'] + '\\n\\n' -}}
-    {%- else -%}
-        {%- if loop.first -%}
-            {{- 'Below is an instruction that describes a task' -}}
-            {%- if message['input'] -%}
-                {{- ', paired with an input that provides further context' -}}
-            {%- endif -%}
-            {{- '. Write a response that appropriately completes the request.\\n\\n' -}}
-        {%- endif -%}
-        {{- '### Instruction:\\n' + (message['instruction'] or message['content']) -}}
-        {%- if message['input'] -%}
-            {{- '\\n\\n### Input:\\n' + message['input'] -}}
-        {%- endif -%}
-        {{- '\\n\\n### Response:\\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-"""
-BUILT_IN = {"chatml": CHATML, "alpaca": ALPACA}
+BUILT_IN = {name: Path(__file__).with_name(f"{name}.jinja") for name in ("chatml", "alpaca")}
+"""Chat templates by name. The one called alpaca is the prompt of Stanford's Alpaca; the tokenizer
+decides whether BOS precedes it."""
 
 
 class ConversationSource(FileSource):
@@ -115,9 +75,6 @@ class ConversationSource(FileSource):
 
     def chunks(self) -> list[str]:
         return self.records.chunks()
-
-    def about_documents(self) -> int | None:
-        return self.records.about_documents()
 
     def num_bytes(self, chunk: str) -> int | None:
         return self.records.num_bytes(chunk)
@@ -225,7 +182,7 @@ def _opened(
     path: Path, stamps: tuple[Any, ...], new_tokens: tuple[str, ...], template: str | None
 ) -> Tokenizer:
     tokenizer = Tokenizer(path, add_bos=False, add_eos=False, new_tokens=new_tokens)
-    if template == ALPACA and tokenizer.begins_with_bos:
+    if template == read_text(BUILT_IN["alpaca"]) and tokenizer.begins_with_bos:
         template = "{{- bos_token -}}\n" + template
     if template is not None:
         tokenizer.chat_templates = {DEFAULT: template}
@@ -235,9 +192,9 @@ def _opened(
 def _given_template(config: JobConfig) -> str | None:
     """Returns the template that `sft.chat_template` names, if any."""
     given = config.sft.chat_template
-    if given is None or given in BUILT_IN:
-        return BUILT_IN[given] if given else None
-    path = Path(given).expanduser()
+    if given is None:
+        return None
+    path = BUILT_IN.get(given) or Path(given).expanduser()
     if not path.is_file():
         raise DataError(
             f"sft.chat_template = {given!r}: there is no such file (built-in templates: "

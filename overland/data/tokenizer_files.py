@@ -35,17 +35,9 @@ BESIDE = (CONFIG, NAMES, ADDED, TEMPLATE)
 GENERATION = "generation_config.json"
 # Files next to weights that belong to them, besides config.json.
 COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    "tokenizer.json", "tokenizer.model", *BESIDE, "vocab.json", "merges.txt", "chat_template.json",
     GENERATION,
-)
+)  # fmt: skip
 
 ROLES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from overland.data import chat_renderer
 from overland.data.chat import ChatError, ChatTemplate, Undecided
 from overland.data.learned_tokens import encode
-from overland.data.sft import CHATML
+from overland.data.sft import BUILT_IN
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.data.chats import (
@@ -114,11 +114,12 @@ def test_other_kinds_of_tokenizers_find_the_same_characters(tmp_path: Path, kind
 
 
 def test_the_built_in_chatml_is_chatml(tokenizer: Tokenizer) -> None:
-    ours = encode(tokenizer, template_of(CHATML, tokenizer).write(TALK, said(TALK)))
+    built_in = template_of(BUILT_IN["chatml"].read_text(), tokenizer)
+    ours = encode(tokenizer, built_in.write(TALK, said(TALK)))
     plain = encode(tokenizer, template_of(PLAIN_CHATML, tokenizer).write(TALK, said(TALK)))
     for one, other in zip(ours, plain, strict=True):
         assert one.tolist() == other.tolist()
-    pieces = template_of(CHATML, tokenizer).write_prompt(TALK[:1])
+    pieces = built_in.write_prompt(TALK[:1])
     assert pieces == template_of(PLAIN_CHATML, tokenizer).write_prompt(TALK[:1])
 
 

@@ -26,7 +26,7 @@ from overland.data.layout import lay_out
 from overland.data.learned_tokens import OTHER_ROLES
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, training_data, validation_data
-from overland.data.sft import CHATML, ConversationSource
+from overland.data.sft import BUILT_IN, ConversationSource
 from overland.data.tokenizer import Tokenizer
 from overland.data.wanted import sources_of
 from overland.errors import DataError
@@ -480,7 +480,7 @@ def test_a_tokenizer_without_a_template_or_its_tokens_is_told(tmp_path: Path, ta
     chatml = {"chat_template": "chatml"}
     with pytest.raises(DataError, match=r'set sft.new_tokens = \["<\|im_start\|>", "<\|im_end\|>"'):
         opened(job(tmp_path, tmp_path / "bare", talks, sft=chatml))
-    (tmp_path / "own.jinja").write_text(CHATML)
+    (tmp_path / "own.jinja").write_text(BUILT_IN["chatml"].read_text())
     own = {"chat_template": str(tmp_path / "own.jinja")}
     notes = opened(job(tmp_path, tmp_path / "bare", talks, sft=own)).notes
     assert "<|im_start|> and <|im_end|>, which this tokenizer does not have: it" in notes[1]
@@ -671,7 +671,7 @@ def test_the_tokenizer_that_is_kept_has_the_template(
     for name, data in found.files().items():
         (tmp_path / "copy" / name).write_bytes(data)
     copy = Tokenizer(tmp_path / "copy", add_bos=False, add_eos=False)
-    assert copy.chat_templates == {"default": CHATML}
+    assert copy.chat_templates == {"default": BUILT_IN["chatml"].read_text()}
     assert copy.fingerprint == found.fingerprint
 
 

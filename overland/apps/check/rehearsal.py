@@ -370,9 +370,9 @@ def check_holdout(saved: Plan, config: JobConfig, before: Mapping[str, Any]) -> 
         if name not in saved.sources or source.is_made:
             continue
         if isinstance(share, float) or not share:
-            check_same_holdout(name, saved.sources[name].holdout, float(share))
+            check_same_holdout(saved.sources[name].holdout, float(share), f" for {name}")
         elif before.get("holdout", share) != share:
-            check_same_holdout(name, before["holdout"], share)
+            check_same_holdout(before["holdout"], share, f" for {name}")
 
 
 def try_weights(path: Path, config: JobConfig) -> None:

@@ -25,9 +25,12 @@ from overland.data.holdout import foreign_validation
 from overland.data.layout import CorpusLayout
 from overland.data.prepare import validation_data
 from overland.data.registry import MADE, is_built_in, source_names
+from overland.data.sft import ConversationSource
 from overland.data.shard import TOKENS, WEIGHTS
+from overland.data.sources.compression import times_smaller
 from overland.data.sources.file_marks import FileMark, digest_of
-from overland.data.sources.source import BadDocument, Kind, Source
+from overland.data.sources.jsonl import JsonLines
+from overland.data.sources.source import BadDocument, FileSource, Kind, Source
 from overland.data.sources.source import Document as Raw
 from overland.data.tokenizer import Tokenizer
 from overland.data.wanted import (
@@ -93,6 +96,21 @@ class EvaluationSet:
             yield from islice(found, limit)
         except BadDocument as error:
             raise DataError(f"{error}; use --skip-bad to skip it") from None
+
+    def about_documents(self) -> int | None:
+        """Estimates the number of documents, if that is possible without reading them."""
+        source = self.source
+        if isinstance(source, ConversationSource):
+            source = source.records
+        if isinstance(source, JsonLines) and source.line_bytes:
+            paths = (source.root / file for file in source.files)
+            text = sum(path.stat().st_size * times_smaller(path.name) for path in paths)
+            return round(text / source.line_bytes)
+        if not isinstance(source, FileSource):
+            return None
+        counts = [source.num_documents(chunk) for chunk in source.chunks()]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
 
     def fingerprint(self, marks: Mapping[str, FileMark]) -> str:
         """Returns a fingerprint that changes with the data; for a custom source that has none, only

@@ -237,7 +237,7 @@ def evaluate_set(session: EvaluationSession, one: EvaluationSet, settings: Setti
     )
     tokens = BATCH_TOKENS.get(session.ranked.device.type, BATCH_TOKENS["cpu"])
     most = asked.batch_size or max(1, tokens // settings.context)
-    expected = asked.limit if asked.limit is not None else one.source.about_documents()
+    expected = asked.limit if asked.limit is not None else one.about_documents()
     with _progress(one.name, expected, session) as watch, _memory_in_words(most, settings):
         mine = score(
             session.ranked,

@@ -104,19 +104,13 @@ class JsonLines(LineFiles):
         self, root: Path, files: list[str], column: str | None = None, skip_bad: bool = False
     ) -> None:
         super().__init__(root, files, skip_bad)
-        self._line_bytes, sample = sample_lines(root, files)
+        self.line_bytes, sample = sample_lines(root, files)
         columns = sample.columns(column)
         # Without a single good line there is nothing to choose from; reading will report why.
         if columns or column == WHOLE:
             self.choose(self.place, column, columns, lambda: sample.examples)
         elif column is not None:
             self.column, self.steps = column, (column,)
-
-    def about_documents(self) -> int | None:
-        if not self._line_bytes:
-            return None
-        sizes = ((self.root / file).stat().st_size * times_smaller(file) for file in self.files)
-        return round(sum(sizes) / self._line_bytes)
 
 
 def sample_lines(root: Path, files: Sequence[str]) -> tuple[float, ColumnSample]:

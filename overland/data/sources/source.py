@@ -114,10 +114,6 @@ class Source:
         """Returns the number of documents in a chunk, if it is known without reading it."""
         return None
 
-    def about_documents(self) -> int | None:
-        """Estimates the total number of documents, if that is possible without reading them."""
-        return None
-
     def num_bytes(self, chunk: str) -> int | None:
         """Estimates the size of a chunk's text, if that is not an even share of its file."""
         return None
@@ -246,12 +242,7 @@ class FileSource(Source):
 
     def _parts(self, file: str) -> list[str]:
         count = self.num_parts.get(file)
-        return [file] if count is None else [part_of(file, part) for part in range(count)]
-
-    def about_documents(self) -> int | None:
-        counts = [self.num_documents(chunk) for chunk in self.chunks()]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        return [file] if count is None else [f"{file}#{part}" for part in range(count)]
 
     def files_of(self, chunk: str) -> list[str]:
         file, part = split_part(chunk)
@@ -274,10 +265,6 @@ def check_dtype(dtype: str | None) -> str | None:
         known = ", ".join(TOKEN_DTYPES)
         raise DataError(f"dtype {dtype!r} is not a type for token ids; use one of {known}")
     return dtype
-
-
-def part_of(file: str, number: int) -> str:
-    return f"{file}#{number}"
 
 
 def split_part(chunk: str) -> tuple[str, int | None]:
