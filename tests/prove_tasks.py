@@ -158,7 +158,7 @@ def by_harness(
 def by_us(
     run: Path, definitions: Path, task: str, settings: dict[str, Any], output: Path
 ) -> tuple[dict[str, Any], float]:
-    asked = EvaluationRequest(run, output=output, datasets=output, context=CONTEXT)
+    asked = EvaluationRequest(path=run, output=output, datasets=output, context=CONTEXT)
     session = open_session(asked, World(), torch.device("cpu"), lambda message: None)
     wanted = TaskOptions(
         tasks=(task,), include_path=str(definitions), log_samples=True, bootstrap=0,

@@ -64,8 +64,8 @@ def continued(
     generator = Generator(opened(model), batch_size=batch_size, length=256)
     if not cached:
         generator.close()
-        generator.is_cached = False
-        generator.batch.rows = PlainRows(model, batch_size, 256, torch.device("cpu"))
+        plain = PlainRows(model, batch_size, 256, torch.device("cpu"))
+        generator.rows = generator.batch.rows = plain
     try:
         more = {name: options.pop(name) for name in ("end_ids", "stop") if name in options}
         asked = GenerationRequest(num_tokens, sampling, **more)

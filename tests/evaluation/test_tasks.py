@@ -238,7 +238,7 @@ def evaluated(
     said: list[str] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    asked = EvaluationRequest(model, output=output, datasets=output, batch_size=batch_size)
+    asked = EvaluationRequest(path=model, output=output, datasets=output, batch_size=batch_size)
     report = said.append if said is not None else lambda message: None
     session = open_session(asked, world, torch.device("cpu"), report)
     wanted = TaskOptions(tasks=names, include_path=str(definitions), bootstrap=0, **settings)
@@ -304,7 +304,7 @@ PAIRS: list[Pair] = [([i % 8, 2, 3], [i, i + 1, 5][: 1 + i % 3]) for i in range(
 def scores_on_rank(
     world: World, model: Path, output: Path, layout: dict[str, Any]
 ) -> list[TextScore] | None:
-    asked = EvaluationRequest(model, output=output, batch_size=3, **layout)
+    asked = EvaluationRequest(path=model, output=output, batch_size=3, **layout)
     session = open_session(asked, world, torch.device("cpu"), lambda message: None)
     settings = TaskSettings(tasks=("some",), context=16, dtype="float32")
     kept = Kept(output, "tasks", "some", layout, lambda message: None)
@@ -508,7 +508,7 @@ def test_a_place_that_cannot_be_written_to_is_told_and_the_result_is_there(
 ) -> None:
     (tmp_path / "out").write_text("a file where a folder should be")
     said: list[str] = []
-    asked = EvaluationRequest(model, output=tmp_path / "out", limit=2)
+    asked = EvaluationRequest(path=model, output=tmp_path / "out", limit=2)
     session = open_session(asked, World(), torch.device("cpu"), said.append)
     wanted = TaskOptions(tasks=("own_schema",), include_path=str(definitions))
     record = evaluate_tasks(session, wanted)

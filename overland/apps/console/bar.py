@@ -65,7 +65,7 @@ class Console(Callback):
         run.beat.words = first_words(run)
         if self.screen.is_live:
             self._recall(run)
-            self.screen.line = self.draw
+            self.screen.line = self.bar
 
     def on_step(self, run: Run) -> None:
         run.beat.words = {}
@@ -99,12 +99,9 @@ class Console(Callback):
 
     def on_end(self, run: Run) -> None:
         run.beat.words, self.screen.trains = {}, False
-        if self.screen.line == self.draw:  # leave the bar on screen; later output goes below it
+        if self.screen.line == self.bar:  # leave the bar on screen; later output goes below it
             self.screen.line = self.screen.waiting
             self.screen.print(self.bar(self.screen.width, is_over=True))
-
-    def draw(self, width: int) -> Text:
-        return self.bar(width)
 
     def bar(self, width: int, is_over: bool = False) -> Text:
         step, steps = self.run.progress.step, self.run.config.training.steps

@@ -69,8 +69,8 @@ class Settings:
     dtype: str
 
 
-@dataclass(frozen=True)
-class EvaluationRequest:
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest(Given):
     """What is asked for, by the names of the arguments of `overland.evaluate`."""
 
     path: Path
@@ -86,10 +86,6 @@ class EvaluationRequest:
     limit: int | None = None
     batch_size: int | None = None
     dtype: torch.dtype | None = None
-    base: Path | None = None
-    tokenizer: Path | None = None
-    config: Path | None = None
-    step: int | None = None
     shard: bool = False
     tensor_parallel: int = 1
     output: Path | None = None
@@ -155,8 +151,7 @@ class EvaluationSession:
 def open_session(
     asked: EvaluationRequest, world: World, device: torch.device, report: Report
 ) -> EvaluationSession:
-    given = Given(asked.base, asked.tokenizer, asked.config, asked.step)
-    found = find_model(asked.path, given)
+    found = find_model(asked.path, asked)
     dtype = dtype_of(asked.dtype, device)
     ranked = open_on_ranks(found, world, device, dtype, asked.shard, asked.tensor_parallel)
     return EvaluationSession(asked, found, ranked, world, dtype, report)

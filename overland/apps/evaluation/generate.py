@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -65,22 +64,6 @@ class GenerationRequest:
     stop: Sequence[str] = ()
 
 
-class StepModel(Protocol):
-    """Computes the logits of the rows of a batch."""
-
-    lengths_B: Tensor
-    is_static: bool
-    """Whether all rows of the batch take part in every step, so that shapes stay the same."""
-
-    def reserve(self, tokens: int) -> None: ...
-
-    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Starts rows; returns the logits of the next token of each."""
-
-    def step(self, tokens_B: Tensor) -> Tensor:
-        """Adds a token to each row; returns the logits of the next token."""
-
-
 class Generator:
     """Generates completions. `length` is the maximum length of a row, prompt included. A model can
     serve only one Generator at a time, until that is closed."""
@@ -90,7 +73,7 @@ class Generator:
         self.batch_size, self.length = batch_size, min(length, opened.context)
         self.vocab_size = getattr(getattr(opened.model, "config", None), "vocab_size", None)
         self.is_cached = can_cache(opened.model)
-        self.rows: StepModel = (
+        self.rows: CachedDecoder | PlainRows = (
             CachedDecoder(opened.model, batch_size, is_static=opened.device.type == "cuda")
             if self.is_cached
             else PlainRows(opened.model, batch_size, self.length, opened.device)
@@ -99,8 +82,8 @@ class Generator:
 
     def close(self) -> None:
         """Restores the original model and frees the cache."""
-        if self.is_cached:
-            release(cast(CachedDecoder, self.rows).model)
+        if isinstance(self.rows, CachedDecoder):
+            release(self.rows.model)
 
     def generate(
         self,
@@ -258,7 +241,9 @@ class PromptBatch:
     """The state of a step on the device. It is allocated once and stays in place, so that a step
     can be recorded and replayed."""
 
-    def __init__(self, rows: StepModel, batch_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: CachedDecoder | PlainRows, batch_size: int, device: torch.device
+    ) -> None:
         self.rows, self.batch_size, self.device = rows, batch_size, device
         self.tokens_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.keys_2B = torch.zeros(2, batch_size, dtype=torch.int64, device=device)

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import LM
 from lm_eval.models.utils import (
     handle_stop_sequences,
     normalize_gen_kwargs,
@@ -50,7 +50,7 @@ class Engine(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> list[str]: ...
 
 
-class HarnessModel(TemplateLM):
+class HarnessModel(LM):
     """One of our models. The harness sees one process, whatever the number of ranks."""
 
     def __init__(
@@ -153,10 +153,6 @@ class HarnessModel(TemplateLM):
             for number, text in zip(numbers, self._generate(some), strict=True):
                 texts[number] = text
         return texts
-
-    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-        pairs = [(list(context), list(continuation)) for _, context, continuation in requests]
-        return [(one.log_likelihood, one.is_greedy) for one in self.engine.score(pairs)]
 
     def _generate(self, requests: list[Instance]) -> list[str]:
         settings = dict(normalize_gen_kwargs(requests[0].args[1], NEW_TOKENS))

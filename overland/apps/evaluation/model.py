@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class Found:
     config: JobConfig | None
     architecture: Any
     build: Callable[[], nn.Module]
-    weights: Weights
+    weights: RunWeights | FileWeights
     tokenizer: Tokenizer
     context: int
     end_ids: tuple[int, ...]
@@ -382,11 +382,6 @@ def _end_of(tokenizer: Tokenizer) -> tuple[int, ...]:
     return (tokenizer.eos_id,) if tokenizer and tokenizer.eos_id is not None else ()
 
 
-class Weights(Protocol):
-    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
-        """Fills an allocated model, or the parts of it that are on this rank."""
-
-
 @dataclass(frozen=True)
 class RunWeights:
     """Weights of a run's checkpoint. `base` is where to look for frozen weights that it omits."""
@@ -395,6 +390,7 @@ class RunWeights:
     base: Path | None = None
 
     def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
+        """Fills an allocated model, or the parts of it that are on this rank."""
         named = {plain_name(name): one.detach() for name, one in model.named_parameters()}
         with open_checkpoint(self.checkpoint, moved) as saved:
             require_readable(saved)
@@ -438,8 +434,6 @@ def _copy(lazy: Lazy, name: str, tensor: Tensor, local_part: LocalPart, folder: 
             f"{folder} has {name} with shape {list(lazy.shape)}, but its config.json requires "
             f"{list(shape)}"
         )
-    if target.shape == tensor.shape:
-        target.copy_(lazy.load())
-    elif target.numel():
+    if target.numel():
         ends = (start + size for start, size in zip(offsets, target.shape, strict=True))
         target.copy_(lazy.load_slice(tuple(map(slice, offsets, ends))))

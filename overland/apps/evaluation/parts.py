@@ -118,17 +118,16 @@ class Cutter:
         together: list[Document] = []
         size = 0
         for document in documents:
-            if document.size >= self.part_tokens:
-                if together:
-                    yield self._short(together)
-                yield from self._long(document)
-                together, size = [], 0
-                continue
-            together.append(document)
-            size += document.size
-            if size >= self.part_tokens or len(together) == MOST_DOCUMENTS:
+            is_long = document.size >= self.part_tokens
+            is_full = size >= self.part_tokens or len(together) == MOST_DOCUMENTS
+            if together and (is_long or is_full):
                 yield self._short(together)
                 together, size = [], 0
+            if is_long:
+                yield from self._long(document)
+            else:
+                together.append(document)
+                size += document.size
         if together:
             yield self._short(together)
 

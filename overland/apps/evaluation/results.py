@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from overland.apps.dialects.peft import ADAPTER_CONFIG
+from overland.apps.watch.files import object_in
 from overland.errors import sentence
 from overland.files import read_json, replace_file, sync
 from overland.run_folder import CHECKPOINT, COMMITTED, EVALUATIONS
@@ -110,10 +111,10 @@ class Kept:
 
     def done(self) -> list[Record]:
         """Returns the finished parts of all processes."""
-        found = []
+        found: list[Record] = []
         for file in [] if self._again else sorted(self.parts.glob("*.jsonl")):
             with suppress(OSError):
-                found += list(_lines(file))
+                found += filter(None, map(object_in, file.read_bytes().splitlines()))
         return found
 
     def left_over(self) -> list[Path]:
@@ -157,14 +158,6 @@ class Kept:
             return {**record, "kept": None}
         shutil.rmtree(self.parts, ignore_errors=True)
         return {**record, "kept": str(self.path)}
-
-
-def _lines(file: Path) -> Iterator[Record]:
-    for line in file.read_bytes().splitlines():
-        with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                yield record
 
 
 def read_results(run: Path) -> list[Record]:

@@ -16,6 +16,7 @@ from overland.apps.evaluation.generate import GenerationRequest, Generator
 from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.prompts import encode_prompt
 from overland.apps.evaluation.sampling import Sampling
+from overland.apps.watch.files import samples_in
 from overland.data.sft import end_of_turn
 from overland.data.tokenizer import Tokenizer
 from overland.files import replace_file
@@ -78,13 +79,9 @@ def _keep(run: Run, text: str) -> None:
 
 def read_samples(folder: RunFolder) -> dict[int, str]:
     """Returns the samples by step, as far as they can be read."""
-    found: dict[int, str] = {}
     with suppress(OSError, UnicodeDecodeError):
-        for line in folder.samples.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                record = json.loads(line)
-                found[int(record["step"])] = str(record["text"])
-    return found
+        return samples_in(folder.samples.read_text(encoding="utf-8"))
+    return {}
 
 
 def sample(run: Run, tokenizer: Tokenizer) -> str:

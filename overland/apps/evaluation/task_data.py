@@ -329,11 +329,7 @@ def local_place(
     """Returns the arguments of a load, with local files in place of remote ones if they exist."""
     if is_packaged(path):
         files = options.get("data_files")
-        if isinstance(files, Mapping):
-            moved: Any = {split: moved_files(some, root) for split, some in files.items()}
-        else:
-            moved = moved_files(files, root)
-        return path, {**options, "data_files": moved} if files else options
+        return path, {**options, "data_files": moved_files(files, root)} if files else options
     if is_local(path):
         return path, options
     config = {"dataset_path": path, "dataset_name": subset, "dataset_kwargs": options}
@@ -347,8 +343,10 @@ def local_place(
 
 
 def moved_files(files: Any, root: Path) -> Any:
+    if isinstance(files, Mapping):
+        return {split: moved_files(some, root) for split, some in files.items()}
     if not isinstance(files, str):
-        return [moved_files(one, root) for one in files or []]
+        return [moved_files(one, root) for one in files]
     place = on_hub(files)
     if place is None:
         return files

@@ -312,23 +312,19 @@ class TaskRanks:
     ) -> dict[str, Any]:
         kind, requests, keys, settings = work
         found: dict[str, Any] = {}
-        for batch in self._batches(kind, requests, keys, settings):
+        if kind == "score":
+            batches: Iterator[list[tuple[int, Any]]] = self.scorer.score(requests)
+        else:
+            self.require_texts()
+            assert self.texts is not None
+            batches = self.texts(requests, keys, settings)
+        for batch in batches:
             values = {keys[number]: value for number, value in batch}
             if self.scorer.ranked.leads:
                 self.keep({"done": values})
                 found |= values
             advance(len(values) * self.scorer.ranked.num_parts)
         return found
-
-    def _batches(
-        self, kind: str, requests: list[Any], keys: list[str], settings: dict[str, Any]
-    ) -> Iterator[list[tuple[int, Any]]]:
-        if kind == "score":
-            yield from self.scorer.score(requests)
-            return
-        self.require_texts()
-        assert self.texts is not None
-        yield from self.texts(requests, keys, settings)
 
 
 def key_of(context: Sequence[int], continuation: Sequence[int], settings: Any = None) -> str:

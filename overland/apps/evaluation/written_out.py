@@ -10,7 +10,6 @@ views of the merged matrices, so nothing is stored twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -50,22 +49,31 @@ def _is_plain(layer: nn.Module) -> bool:
     )
 
 
-@dataclass
 class Block:
     """A layer. Its inputs and outputs are hidden states and a residual still to be added to
     them."""
 
-    norm: RMSNorm
-    qkv_ED: Tensor
-    qkv_bias_E: Tensor | None
-    heads: Heads
-    cache: Any  # k_BKTd and v_BKTd
-    attention: Attention
-    o_proj: nn.Linear
-    mlp_norm: RMSNorm
-    gate_up_2FD: Tensor
-    gate_up_bias_2F: Tensor | None
-    down_proj: nn.Linear
+    def __init__(self, layer: Layer, cos_Td: Tensor, sin_Td: Tensor) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        self.norm: Any = layer.input_layernorm
+        self.qkv_ED, self.qkv_bias_E = merged(
+            [attention.q_proj, attention.k_proj, attention.v_proj]
+        )
+        self.heads = Heads(
+            cos_Td,
+            sin_Td,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+            layer.window,
+        )
+        self.cache: Any = attention.core  # k_BKTd and v_BKTd
+        self.attention = Attention()
+        self.o_proj = attention.o_proj
+        self.mlp_norm: Any = layer.post_attention_layernorm
+        self.gate_up_2FD, self.gate_up_bias_2F = merged([mlp.gate_proj, mlp.up_proj])
+        self.down_proj = mlp.down_proj
 
     def project(self, x_RD: Tensor, more_RD: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the hidden states, and queries, keys and values."""
@@ -93,7 +101,7 @@ class WrittenOut:
         turns_1Td = model.model.rotary(positions_1T, 1, self.head_VD.dtype)
         cos_Td, sin_Td = (one[0].contiguous() for one in turns_1Td)
         layers: Any = model.model.layers.values()
-        self.blocks = [block_of(layer, cos_Td, sin_Td) for layer in layers]
+        self.blocks = [Block(layer, cos_Td, sin_Td) for layer in layers]
 
     def step(self, tokens_B: Tensor) -> Tensor:
         """Adds a token to each row; returns the logits of the next token."""
@@ -138,33 +146,6 @@ class WrittenOut:
     def _logits(self, x_BD: Tensor, more_BD: Tensor | None) -> Tensor:
         _, normed_BD = add_norm(x_BD, more_BD, self.norm.weight, self.norm.eps)
         return linear(normed_BD, self.head_VD)
-
-
-def block_of(layer: Layer, cos_Td: Tensor, sin_Td: Tensor) -> Block:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv_ED, qkv_bias_E = merged([attention.q_proj, attention.k_proj, attention.v_proj])
-    gate_up_2FD, gate_up_bias_2F = merged([mlp.gate_proj, mlp.up_proj])
-    q_norm, k_norm = attention.q_norm, attention.k_norm
-    return Block(
-        norm=layer.input_layernorm,  # type: ignore[arg-type]
-        qkv_ED=qkv_ED,
-        qkv_bias_E=qkv_bias_E,
-        heads=Heads(
-            cos_Td,
-            sin_Td,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
-            layer.window,
-        ),
-        cache=attention.core,
-        attention=Attention(),
-        o_proj=attention.o_proj,
-        mlp_norm=layer.post_attention_layernorm,  # type: ignore[arg-type]
-        gate_up_2FD=gate_up_2FD,
-        gate_up_bias_2F=gate_up_bias_2F,
-        down_proj=mlp.down_proj,
-    )
 
 
 def merged(matrices: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

@@ -4,8 +4,6 @@ links), and compares it afterwards with the Hub's file list.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,18 +38,19 @@ def push(
     revision: str | None = None,
     message: str | None = None,
     bars: bool = False,
-    env: Mapping[str, str] = os.environ,
 ) -> Pushed:
     """Adds the folder's files to the repository, which is created if it does not exist; its other
     files are left alone."""
-    repo = open_repo(name, repo_type, env)
+    repo = open_repo(name, repo_type)
     files = find_files(folder)
     refuse_checkpoints(folder, files)
-    refuse_secret_files(folder, files, env)
-    client = connect(repo, env)
+    refuse_secret_files(folder, files)
+    client = connect(repo)
     if not repo.token:
         raise HubError("HF_TOKEN is not set: to push, set it to a token with write access")
-    show_bars(bars)
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    enable_progress_bars() if bars else disable_progress_bars()
     with hub_errors(repo):
         client.create_repo(name, repo_type=repo_type, private=private or None, exist_ok=True)
         info = client.repo_info(name, repo_type=repo_type, timeout=SECONDS)
@@ -99,13 +98,6 @@ def upload(
         revision=revision,
     )
     return str(done.oid)
-
-
-def show_bars(wanted: bool) -> None:
-    """Turns the client's own progress bars on or off."""
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-
-    enable_progress_bars() if wanted else disable_progress_bars()
 
 
 def speaks_xet(repo: Repo, revision: str) -> bool:

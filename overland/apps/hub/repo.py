@@ -11,7 +11,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,17 +47,15 @@ class Repo:
         return f"{self.endpoint}/{'datasets/' if self.type == 'dataset' else ''}{self.name}"
 
 
-def open_repo(
-    name: str, repo_type: Literal["model", "dataset"], env: Mapping[str, str] = os.environ
-) -> Repo:
-    endpoint = (env.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
-    return Repo(name, repo_type, endpoint, (env.get("HF_TOKEN") or "").strip() or None)
+def open_repo(name: str, repo_type: Literal["model", "dataset"]) -> Repo:
+    endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+    return Repo(name, repo_type, endpoint, os.environ.get("HF_TOKEN", "").strip() or None)
 
 
-def connect(repo: Repo, env: Mapping[str, str] = os.environ) -> Any:
+def connect(repo: Repo) -> Any:
     """Returns the client, or raises an error if connections are disabled."""
     for switch in SWITCHES:
-        if env.get(switch, "").lower() not in ("", "0", "false", "no", "off"):
+        if os.environ.get(switch, "").lower() not in ("", "0", "false", "no", "off"):
             raise HubError(
                 f"{switch} is set, which disables connections: unset it on a machine with a "
                 "network, such as a login node"

@@ -44,9 +44,7 @@ KEYS = [
 LONGEST_KEY = 128
 
 
-def refuse_secret_files(
-    folder: Path, files: list[str], env: Mapping[str, str] = os.environ
-) -> None:
+def refuse_secret_files(folder: Path, files: list[str]) -> None:
     """Raises an error for files with secrets: checks names first, then every byte."""
     for file in files:
         if looks_secret(file):
@@ -56,7 +54,7 @@ def refuse_secret_files(
             )
     values = {
         f"the value of {name}": value.encode()
-        for name, value in env.items()
+        for name, value in os.environ.items()
         if SECRET.search(name) and len(value) >= SHORTEST_SECRET
     }
     for file in files:

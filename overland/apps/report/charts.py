@@ -48,7 +48,7 @@ class Line:
     values: Numbers
     odd: list[tuple[int, str]] = field(default_factory=list)
     """Steps with a non-finite value."""
-    is_shown: bool = True
+    shown: bool = True
     dash: int = 0
     """Dash pattern, to distinguish lines of the same color."""
     session: int | None = None
@@ -75,14 +75,8 @@ class Chart:
             "form": self.form,
             "lines": [
                 {
-                    "name": line.name,
-                    "run": line.run,
-                    "color": line.color,
-                    "kind": line.kind,
-                    "shown": line.is_shown,
-                    "dash": line.dash,
+                    **vars(line),
                     "odd": line.odd[:: -(-len(line.odd) // MOST_ODD) or 1],
-                    "session": line.session,
                     **_points(line, most),
                 }
                 for line in self.lines
@@ -152,7 +146,7 @@ def _loss(runs: Sequence[RunReport]) -> Chart:
     several = len(runs) > 1
     for number, run in enumerate(runs):
         color = number if several else 0
-        prefix = f"{run.name}: " if several else ""
+        prefix = prefix_of(run, several)
         steps, losses = run.lines.logged.points("loss")
         odd = _odd(run.lines.logged, "loss")
         raw = Line(f"{prefix}each step logged", number, color, "raw", steps, losses, odd,
@@ -161,14 +155,19 @@ def _loss(runs: Sequence[RunReport]) -> Chart:
             f"{prefix}mean of {fine:,} steps", number, color, "mean", *means(steps, losses, fine)
         )
         trend = Line(f"{prefix}mean of {coarse:,} steps", number, color if several else 1, "trend",
-                     *means(steps, losses, coarse), is_shown=not several)  # fmt: skip
+                     *means(steps, losses, coarse), shown=not several)  # fmt: skip
         chart.lines += [raw, *([mean] if fine > 1 else ()), *([trend] if coarse > 1 else ())]
         if not several or fine == 1:
-            raw.is_shown = True
+            raw.shown = True
         for line in _lost(run, number, f"{prefix}lost steps"):
-            line.is_shown = not several
+            line.shown = not several
             chart.lines.append(line)
     return chart
+
+
+def prefix_of(run: RunReport, several: bool) -> str:
+    """Returns what the names of a run's lines begin with, if there are several runs."""
+    return f"{run.name}: " if several else ""
 
 
 def _bins_in_words(fine: int, coarse: int) -> str:
@@ -211,14 +210,18 @@ def _held_out(runs: Sequence[RunReport]) -> list[Chart]:
             columns = run.lines.held_out[name]
             steps, values = columns.points("value")
             label = which or ("mean (selects the best checkpoint)" if sets else kind)
-            label = f"{run.name}: {label}" if len(runs) > 1 else label
+            label = prefix_of(run, len(runs) > 1) + label
             odd = _odd(columns, "value")
             line = Line(label, number, len(chart.lines), "points", steps, values, odd)
-            if len(runs) > 1:
-                mine = [one for one in chart.lines if one.run == number]
-                line.color, line.dash = number, len(mine)
-            chart.lines.append(line)
+            _add(line, chart, len(runs) > 1)
     return list(charts.values())
+
+
+def _add(line: Line, chart: Chart, several: bool) -> None:
+    """Adds a line, in the color of its run if there are several runs."""
+    if several:
+        line.color, line.dash = line.run, sum(one.run == line.run for one in chart.lines)
+    chart.lines.append(line)
 
 
 def _measured(name: str) -> tuple[str, str]:
@@ -242,12 +245,11 @@ def _logged(run: RunReport, number: int, name: str, several: bool) -> list[Line]
     line = Line(label, number, number, "curve", steps, values, odd)
     if len(steps) <= MANY or name in SMOOTH:
         return [line]
-    line.kind, line.is_shown = "raw", not several
-    line.name = f"{run.name}: each step logged" if several else "each step logged"
+    line.kind, line.shown = "raw", not several
+    line.name = f"{prefix_of(run, several)}each step logged"
     size = max(100, rounded(steps[-1] / 500))
-    mean = means(steps, values, size)
-    label = f"{run.name}: mean of {size:,} steps" if several else f"mean of {size:,} steps"
-    return [line, Line(label, number, number, "mean", *mean)]
+    label = f"{prefix_of(run, several)}mean of {size:,} steps"
+    return [line, Line(label, number, number, "mean", *means(steps, values, size))]
 
 
 def _others(runs: Sequence[RunReport]) -> list[Chart]:
@@ -276,13 +278,11 @@ def _scores(runs: Sequence[RunReport]) -> list[Chart]:
             if len({one.step for one in mine}) < 2:
                 continue
             chart = charts.setdefault(metric, Chart(f"score.{metric}", f"Evaluation: {metric}"))
-            label = f"{run.name}: {name}" if len(runs) > 1 else name
+            label = prefix_of(run, len(runs) > 1) + name
             steps = np.array([one.step for one in mine], np.float64)
             values = np.array([one.value for one in mine])
             line = Line(label, number, len(chart.lines), "points", steps, values)
-            if len(runs) > 1:
-                line.dash, line.color = sum(one.run == number for one in chart.lines), number
-            chart.lines.append(line)
+            _add(line, chart, len(runs) > 1)
     return list(charts.values())[:MOST_OTHERS]
 
 

@@ -59,8 +59,8 @@ def drawn_mixture(run: Path) -> DrawnMixture:
     return DrawnMixture(found, "" if total else "Nothing has been drawn yet.")
 
 
-def batches_fed(path: Path) -> Iterator[tuple[int, int]]:
-    """Yields ranges of batches that became part of the model, as [first, last)."""
+def batches_fed(path: Path) -> list[tuple[int, int]]:
+    """Returns ranges of batches that became part of the model, as [first, last)."""
     pieces: list[tuple[int, int, int]] = []  # step, batch, count
     for step, batch, count in batches_of(path):
         while pieces and pieces[-1][0] + pieces[-1][2] > step + (count == 0):
@@ -71,15 +71,11 @@ def batches_fed(path: Path) -> Iterator[tuple[int, int]]:
                 break
         if count:
             pieces.append((step, batch, count))
-    begin = end = None
+    ranges: list[tuple[int, int]] = []
     for _, batch, count in pieces:
-        if batch != end:
-            if begin is not None and end is not None:
-                yield begin, end
-            begin = batch
-        end = batch + count
-    if begin is not None and end is not None:
-        yield begin, end
+        first = ranges.pop()[0] if ranges and ranges[-1][1] == batch else batch
+        ranges.append((first, batch + count))
+    return ranges
 
 
 def _rows_of(plan: Plan, first: int, last: int) -> Iterator[tuple[str, int, float]]:

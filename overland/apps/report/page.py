@@ -165,10 +165,10 @@ def sections_of(runs: Sequence[RunReport]) -> dict[str, str]:
 
 def parts_of(run: RunReport, level: str) -> dict[str, str]:
     """Returns what the page says about a run below its curves, by name."""
-    parts = {
+    return {
         "story": story(run, level) if run.sessions or run.happenings else "",
         "time": where_time_went(run, level) if run.goodput.in_sessions else "",
-        "mixture": "",
+        "mixture": mixture(run, level) if run.mixture.sources or run.mixture.note else "",
         "scores": scores(run, level) if run.scores else "",
         "samples": html("samples", run, level) if run.samples else "",
         "config": html(
@@ -181,14 +181,6 @@ def parts_of(run: RunReport, level: str) -> dict[str, str]:
         "environment": html("facts", "Environment", run.environment, level),
         "resume": resume(run, level),
     }
-    mixture = run.mixture
-    if mixture.sources or mixture.note:
-        rows = [
-            (one.name, f"{one.rows:,}", f"{one.share:.2%}", f"{one.planned:.2%}")
-            for one in mixture.sources
-        ]
-        parts["mixture"] = html("mixture", mixture, level, rows)
-    return parts
 
 
 def _compared(runs: Sequence[RunReport]) -> Iterator[list[str]]:
@@ -266,6 +258,14 @@ def where_time_went(run: RunReport, level: str) -> str:
     if goodput.between >= 1:
         note += f" No session was running for {duration(goodput.between)}."
     return html("where_time_went", level, note, trusted(stacked_bar(order)), rows)
+
+
+def mixture(run: RunReport, level: str) -> str:
+    rows = [
+        (one.name, f"{one.rows:,}", f"{one.share:.2%}", f"{one.planned:.2%}")
+        for one in run.mixture.sources
+    ]
+    return html("mixture", run.mixture, level, rows)
 
 
 def scores(run: RunReport, level: str) -> str:

@@ -29,7 +29,7 @@ from overland.apps.report.sessions import (
     RunStory,
     where_time_went,
 )
-from overland.apps.watch.files import read_json, read_text, read_toml, table_in
+from overland.apps.watch.files import read_json, read_text, read_toml, samples_in, table_in
 from overland.apps.watch.status import RunStatus, Watch
 from overland.config.derived import model_name
 from overland.config.fields import all_keys
@@ -154,7 +154,7 @@ class RunReader:
             mixture=drawn_mixture(self.path),
             scores=read_scores(self.path),
             settings=settings_of(config),
-            samples=read_samples(self.path / SAMPLES),
+            samples=some_samples(read_text(self.path / SAMPLES)),
             prompt=str(table_in(config, "metrics").get("sample_prompt") or ""),
         )
         report.facts = list(facts_of(report, config))
@@ -376,17 +376,12 @@ def _written(value: Any) -> str:
         return str(value)
 
 
-def read_samples(path: Path) -> list[tuple[int, str]]:
+def some_samples(text: str) -> list[tuple[int, str]]:
     """Returns the model's samples by step; if there are many, only the first and the last ones."""
-    found: dict[int, str] = {}
-    for line in read_text(path).splitlines():
-        with suppress(ValueError, RecursionError):
-            one = json.loads(line)
-            if isinstance(one, dict) and isinstance(one.get("step"), int):
-                text = str(one.get("text", ""))
-                cut = f"{text[:LONGEST_SAMPLE]} …" if len(text) > LONGEST_SAMPLE else text
-                found[one["step"]] = cut
-    samples = sorted(found.items())
+    samples = [
+        (step, f"{one[:LONGEST_SAMPLE]} …" if len(one) > LONGEST_SAMPLE else one)
+        for step, one in sorted(samples_in(text).items())
+    ]
     half = MOST_SAMPLES // 2
     return samples if len(samples) <= MOST_SAMPLES else [*samples[:half], *samples[-half:]]
 

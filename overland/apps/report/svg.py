@@ -56,7 +56,7 @@ def color_of(line: Line, paint: Paint) -> str:
 def chart_svg(chart: Chart, paint: Paint = alone) -> str:
     """Returns a chart as an SVG with title, legend and axes."""
     shown = [(line, *thinned(line.steps, line.values, MOST_POINTS)) for line in chart.lines
-             if line.is_shown and len(line.steps)]  # fmt: skip
+             if line.shown and len(line.steps)]  # fmt: skip
     all_steps = np.concatenate([steps for _, steps, _ in shown] or [np.zeros(1)])
     all_values = np.concatenate([values for *_, values in shown] or [np.zeros(1)])
     x_ticks = ticks(float(all_steps.min()), float(all_steps.max()))

@@ -34,16 +34,25 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    return _table_of(read_text(path))
+    return object_in(read_text(path))
 
 
 def read_last_line(path: Path) -> dict[str, Any]:
     """Returns the last JSON object of a file with one per line."""
     lines = read_text(path, from_end=LONGEST_EVENT).splitlines()
-    return _table_of(lines[-1]) if lines else {}
+    return object_in(lines[-1]) if lines else {}
 
 
-def _table_of(text: str) -> dict[str, Any]:
+def samples_in(text: str) -> dict[int, str]:
+    """Returns the model's samples by step, as far as the text of samples.jsonl has them."""
+    found = map(object_in, text.splitlines())
+    return {
+        one["step"]: str(one.get("text", "")) for one in found if isinstance(one.get("step"), int)
+    }
+
+
+def object_in(text: str | bytes) -> dict[str, Any]:
+    """Returns a JSON object; {} for anything else."""
     with suppress(ValueError, RecursionError):
         value = json.loads(text)
         return value if isinstance(value, dict) else {}

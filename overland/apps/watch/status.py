@@ -144,13 +144,11 @@ class Evaluations:
             folders = sorted((self.run / EVALUATIONS).glob("*/"))
             seen = [(one.name, one.stat().st_mtime_ns) for one in folders]
             if seen != self._seen:
-                self._seen, self._newest = seen, self._read()
+                newest = {(one.get("kind"), one.get("name")): one for one in read_results(self.run)}
+                keys = ("kind", "name", "step", "perplexity", "time")
+                self._newest = [{key: one.get(key) for key in keys} for one in newest.values()]
+                self._seen = seen
         return self._newest
-
-    def _read(self) -> list[Record]:
-        newest = {(one.get("kind"), one.get("name")): one for one in read_results(self.run)}
-        keys = ("kind", "name", "step", "perplexity", "time")
-        return [{key: one.get(key) for key in keys} for one in newest.values()]
 
 
 class Watch:
