@@ -18,6 +18,7 @@ PLUGINS = {
     "torch_files": "overland.apps.convert.formats.torch_save",  # pickled, read without running them
     "console": "overland.apps.console.show",  # what a run shows
     "screen": "overland.apps.console.screen",  # what waits for the first step, without torch
+    "separate_rows": "overland.apps.check.separate_rows",  # of a model or objective of one's own
     "history": "overland.apps.watch.history",  # what a run has logged, for its result
     "samples": "overland.apps.evaluation.sample",  # of the model, before and after training
     "tokenizer_training": "overland.apps.data.tokenizer_training",  # for text without one

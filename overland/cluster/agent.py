@@ -9,6 +9,7 @@ cannot: that a process was stopped or is gone. If its connection breaks, it reco
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import os
 import shutil
@@ -27,14 +28,12 @@ from overland.world import World
 from overland.world.flight_recorder import FILES
 from overland.world.heartbeat import (
     HEARTBEATS,
+    LAUNCHER_HEARTBEATS,
     Heartbeat,
     Sign,
-    heartbeat_folder,
     node_name,
     read_signs,
     reporting,
-    stacks_signal,
-    start_heartbeat,
 )
 from overland.world.signals import SIGNALS, say
 
@@ -70,6 +69,42 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[H
             what = f"exited with SystemExit({error.code}){why}"
             say(world.rank, kind, what, beat.step, error_place(cause or error))
             raise
+
+
+@contextlib.contextmanager
+def start_heartbeat(rank: int, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
+    """Yields the heartbeat of this rank; under a supervisor, a signal writes the stacks of its
+    threads from now on."""
+    folder = heartbeat_folder(env)
+    if folder is None:
+        launchers = Path(env[LAUNCHER_HEARTBEATS]) if LAUNCHER_HEARTBEATS in env else None
+        try:
+            beat = Heartbeat(rank, launchers)
+        except OSError:  # no room: the launcher learns less, and the rank trains
+            beat = Heartbeat(rank)
+        if launchers is not None:
+            beat.on_error = lambda error: (launchers / f"{rank}.error").write_text(str(error))
+        yield beat
+        return
+    # Kept open to the end: without a handler the signal would kill the process.
+    stacks = (folder / f"{rank}.stacks").open("w")
+    faulthandler.register(stacks_signal(), file=stacks, all_threads=True)
+    yield Heartbeat(rank, folder, is_supervised=True)
+
+
+def heartbeat_folder(env: Mapping[str, str] = os.environ) -> Path | None:
+    """Creates and returns the folder of this node, readable only by this user; None if nobody
+    watches."""
+    if HEARTBEATS not in env:
+        return None
+    folder = Path(f"{env[HEARTBEATS]}-{node_name(env)}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def stacks_signal() -> int:
+    """Returns a signal that no library and no scheduler uses."""
+    return signal.SIGRTMIN + 5
 
 
 def in_words(error: BaseException) -> str:

@@ -54,7 +54,6 @@ from overland.training.resume import preparer_for, start_from
 from overland.training.run import Callback, Run, Screen
 from overland.training.saving import prepare_saves
 from overland.training.schedule import changed_rate
-from overland.training.separate_rows import require_separate_rows
 from overland.training.state import set_seeds
 from overland.training.validate import about_sets
 from overland.words import number_of
@@ -294,7 +293,7 @@ def make_ready(run: Run, report: Report) -> None:
         accumulates = run.global_batch_size // mesh.dp_size > config.training.local_batch_size
         reduce = getattr(torch, config.training.mixed_precision_reduce)
         run.optimizer.split(gradient_dtype=reduce if accumulates else None)
-    require_separate_rows(run, report)
+    plugin("separate_rows").require_separate_rows(run, report)
     if run.objective.is_precomputed:
         run.reference = reference_for(run, report)
     if config.checkpoint.enable:

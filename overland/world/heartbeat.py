@@ -10,14 +10,10 @@ handler writes whatever the rank is stuck in.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import mmap
 import os
-import secrets
-import signal
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -190,50 +186,6 @@ class Heartbeat:
 def node_name(env: Mapping[str, str] = os.environ) -> str:
     """Returns Slurm's name for this node; several of its nodes may be on one host."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def heartbeat_prefix(job: str, attempt: int) -> str:
-    """Returns the prefix of an attempt's heartbeat folders: in memory if there is such a folder,
-    since a slow disk would slow down every step. A requeued job has the same number and attempts,
-    so the name is random: leftovers must not be mistaken for live ranks."""
-    place = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return str(place / f"overland-{os.getuid()}-{job}-{attempt}-{secrets.token_hex(4)}")
-
-
-def heartbeat_folder(env: Mapping[str, str] = os.environ) -> Path | None:
-    """Creates and returns the folder of this node, readable only by this user; None if nobody
-    watches."""
-    if HEARTBEATS not in env:
-        return None
-    folder = Path(f"{env[HEARTBEATS]}-{node_name(env)}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
-
-
-def stacks_signal() -> int:
-    """Returns a signal that no library and no scheduler uses."""
-    return signal.SIGRTMIN + 5
-
-
-@contextlib.contextmanager
-def start_heartbeat(rank: int, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
-    """Yields the heartbeat of this rank; under a supervisor, a signal writes the stacks of its
-    threads from now on."""
-    folder = heartbeat_folder(env)
-    if folder is None:
-        launchers = Path(env[LAUNCHER_HEARTBEATS]) if LAUNCHER_HEARTBEATS in env else None
-        try:
-            beat = Heartbeat(rank, launchers)
-        except OSError:  # no room: the launcher learns less, and the rank trains
-            beat = Heartbeat(rank)
-        if launchers is not None:
-            beat.on_error = lambda error: (launchers / f"{rank}.error").write_text(str(error))
-        yield beat
-        return
-    # Kept open to the end: without a handler the signal would kill the process.
-    stacks = (folder / f"{rank}.stacks").open("w")
-    faulthandler.register(stacks_signal(), file=stacks, all_threads=True)
-    yield Heartbeat(rank, folder, is_supervised=True)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import typer
 
-from overland.cluster.agent import PIPES, dump, kept_agent, under_watch
-from overland.cluster.supervise.attempt import Watched
+from overland.cluster.agent import PIPES, dump, heartbeat_folder, kept_agent, under_watch
+from overland.cluster.supervise.attempt import Watched, heartbeat_prefix
 from overland.cluster.supervise.faults import Findings
 from overland.cluster.supervise.watchdog import Watchdog
 from overland.cluster.wire import Switchboard
@@ -30,8 +30,6 @@ from overland.world.heartbeat import (
     Heartbeat,
     Phase,
     Transfer,
-    heartbeat_folder,
-    heartbeat_prefix,
     read_signs,
     reporting,
 )
@@ -50,7 +48,7 @@ while True:
 """
 STUCK = """
 import sys, time
-from overland.world.heartbeat import start_heartbeat
+from overland.cluster.agent import start_heartbeat
 with start_heartbeat(0):
     print("ready", flush=True)
     time.sleep(1000)

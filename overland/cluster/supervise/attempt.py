@@ -8,8 +8,10 @@ import contextlib
 import os
 import queue
 import re
+import secrets
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -23,7 +25,7 @@ from overland.cluster.supervise.watchdog import GONE_SECONDS, Heard, Watchdog
 from overland.cluster.wire import Message, Switchboard, Wire
 from overland.slurm import ask
 from overland.world.flight_recorder import FILES, NAME, recorder_settings
-from overland.world.heartbeat import HEARTBEATS, Phase, heartbeat_prefix
+from overland.world.heartbeat import HEARTBEATS, MEMORY, Phase
 from overland.world.rendezvous import SECRET, new_secret
 
 END_SECONDS = 20.0
@@ -46,6 +48,14 @@ def rank_environment(
         HEARTBEATS: heartbeat_prefix(job_id(env), attempt),
         FILES: str(fault_folder.absolute() / NAME),
     }
+
+
+def heartbeat_prefix(job: str, attempt: int) -> str:
+    """Returns the prefix of an attempt's heartbeat folders: in memory if there is such a folder,
+    since a slow disk would slow down every step. A requeued job has the same number and attempts,
+    so the name is random: leftovers must not be mistaken for live ranks."""
+    place = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return str(place / f"overland-{os.getuid()}-{job}-{attempt}-{secrets.token_hex(4)}")
 
 
 def job_id(env: Mapping[str, str]) -> str:
