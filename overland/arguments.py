@@ -80,11 +80,6 @@ def texts(
     return [os.fspath(text) for text in found]
 
 
-def dtype_name(given: Any) -> str | None:
-    """Returns the name of a type of numbers, which may be given by torch: `torch.bfloat16`."""
-    return None if given is None else str(given).removeprefix("torch.")
-
-
 def naming_arguments(function: Function, name: str) -> Function:
     """Returns a public function whose errors name its arguments, and not the options of the command
     that does the same."""

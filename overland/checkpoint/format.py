@@ -235,13 +235,7 @@ def name_of_part(
 def marker(index: bytes, about: dict[str, Any]) -> bytes:
     """Returns the contents of COMMITTED, with checksums of the index and of itself."""
     document = {**about, "index_bytes": len(index), "index_crc32": zlib.crc32(index)}
-    return _marker_text({**document, "crc32": _sum_of(document)})
-
-
-def is_marker_exact(text: bytes) -> bool:
-    """Whether COMMITTED has every byte as written; white space, say, changes nothing that it
-    holds."""
-    return text == _marker_text(json.loads(text))
+    return marker_text({**document, "crc32": _sum_of(document)})
 
 
 def parse_marker(text: bytes) -> dict[str, Any]:
@@ -256,7 +250,8 @@ def parse_marker(text: bytes) -> dict[str, Any]:
     return document
 
 
-def _marker_text(document: dict[str, Any]) -> bytes:
+def marker_text(document: dict[str, Any]) -> bytes:
+    """Returns COMMITTED as it is written, to the byte."""
     return (json.dumps(document, indent=2) + "\n").encode()
 
 

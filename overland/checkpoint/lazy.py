@@ -1,9 +1,5 @@
-"""A checkpoint of any format, as a run sees it: tensors that are read when needed, and frozen
-weights that are left out and found again in the folder they were loaded from.
-
-All of them are lazy: shape and dtype are known, bytes are read on demand. They are named like a
-run's own state: `model.<Hugging Face name>`, `optimizer.<name>.<state>` (for AdamW: exp_avg and
-exp_avg_sq), `optimizer.num_updates`. Everything else in a file keeps its name. The formats are in
+"""Tensors that are read when needed, and frozen weights that a checkpoint leaves out and that are
+found again in the folder they were loaded from. Checkpoints of any format, as such tensors, are in
 overland/apps/convert/formats.
 
 A checkpoint may leave out frozen weights, because they stay where the run loaded them from: a run
@@ -17,11 +13,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +26,9 @@ from torch import Tensor
 
 from overland.errors import CheckpointError, MismatchError
 from overland.files import Moved, ignore
-from overland.words import nearest_name
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
-Config = dict[str, Any] | None
-"""The contents of a config.json, if there is one."""
 
 MODEL, OPTIMIZER, NUM_UPDATES = "model.", "optimizer.", "optimizer.num_updates"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, as torch and DeepSpeed name it
@@ -82,68 +75,6 @@ class Lazy:
 
     def load_slice(self, slices: Slices) -> Tensor:
         return self.load()[slices]
-
-
-@dataclass
-class LazyCheckpoint:
-    """What readers return and writers accept. `extras`: step, batch, tokens, best_validation_loss,
-    learning rates and `param_groups` (torch's, with parameter names) if the format has them.
-    `config`: the contents of a config.json. `companions`: tokenizer and generation config.
-    `adapter`: the contents of an adapter_config.json, if there are adapters. `left_out`: weights
-    that are needed but stored elsewhere."""
-
-    format: str
-    folder: Path
-    tensors: dict[str, Lazy]
-    extras: dict[str, Any] = field(default_factory=dict)
-    config: Config = None
-    companions: list[Path] = field(default_factory=list)
-    adapter: Config = None
-    left_out: Origin | None = None
-
-    @property
-    def own_model(self) -> str | None:
-        """The config class of a run's model, if a user registered it."""
-        name: str | None = (self.extras.get("run") or {}).get("own_model")
-        return name
-
-    def read(self, name: str) -> Tensor:
-        """Returns the whole tensor, on the CPU."""
-        return self._tensor(name).load()
-
-    def read_slice(self, name: str, slices: Slices) -> Tensor:
-        return self._tensor(name).load_slice(slices)
-
-    def _tensor(self, name: str) -> Lazy:
-        if name in self.tensors:
-            return self.tensors[name]
-        near = nearest_name(str(name), self.tensors)
-        advice = f"did you mean {near!r}?" if near else "its `tensors` lists all of them"
-        raise CheckpointError(f"{self.folder} has no tensor {name!r}; {advice}")
-
-    def weights(self) -> dict[str, Lazy]:
-        """Returns the model's tensors by their Hugging Face names."""
-        return {
-            name.removeprefix(MODEL): lazy
-            for name, lazy in self.tensors.items()
-            if name.startswith(MODEL)
-        }
-
-    def states(self) -> Iterator[tuple[str, str, Lazy]]:
-        """Yields the optimizer state: (parameter, name of the state, tensor)."""
-        for name, lazy in self.tensors.items():
-            if (state := split_state(name, self.tensors)) is not None:
-                yield *state, lazy
-
-    def with_tensors(self, tensors: dict[str, Lazy]) -> LazyCheckpoint:
-        return replace(self, tensors=tensors)
-
-
-def split_state(name: str, tensors: Container[str]) -> tuple[str, str] | None:
-    """Splits `optimizer.<parameter>.<state>`; None if there is no such parameter in the model."""
-    parameter, _, kind = name.removeprefix(OPTIMIZER).rpartition(".")
-    is_state = name.startswith(OPTIMIZER) and (MODEL + parameter in tensors or kind in MOMENTS)
-    return (parameter, kind) if is_state else None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from overland.errors import ModelError
 from overland.files import CHECKSUMS, checksums_of, read_json, what_is_wrong
 from overland.kernels.nf4 import pack
-from overland.models.flops import Shapes, built_on_meta, describes_itself, outline_of
+from overland.models.flops import outline_of
 from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
 from overland.models.nf4 import narrow_matrices
 from overland.models.registry import has_builder
@@ -105,16 +105,6 @@ def weight_files(folder: Path) -> list[str]:
     """Returns the weight files in a folder, and their index if there is one."""
     index = [INDEX] if (folder / INDEX).is_file() else []
     return [*index, *dict.fromkeys(_files_by_tensor(folder).values())]
-
-
-def shapes_in_files(config: Any) -> tuple[Shapes, Shapes]:
-    """Returns the shapes of the parameters, which a folder must hold, and of the buffers, which it
-    may."""
-    if describes_itself(config):
-        return config.parameter_shapes(), {}
-    model = built_on_meta(config)
-    parameters = {name: tuple(one.shape) for name, one in model.named_parameters()}
-    return parameters, {name: tuple(one.shape) for name, one in persistent_buffers(model).items()}
 
 
 def read_index(index: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overland.checkpoint.lazy import Lazy, LazyCheckpoint, Origin, counting, mark_files
+from overland.checkpoint.lazy import Lazy, Origin, counting, mark_files
 from overland.checkpoint.read import CheckpointReader
 from overland.config.schema import JobConfig
 from overland.data.sft import tokenizer_for_chats
@@ -144,11 +144,10 @@ def is_hf(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (INDEX, SINGLE))
 
 
-def open_foreign(path: Path, architecture: Any) -> LazyCheckpoint:
-    """Opens weights in any format that `overland convert` reads."""
+def open_foreign(path: Path, architecture: Any) -> Any:
+    """Opens weights in any format that `overland convert` reads, as a `LazyCheckpoint`."""
     describe = getattr(architecture, "to_hf", None)
-    opened: LazyCheckpoint = plugin("formats").open_any(path, describe() if describe else None)
-    return opened
+    return plugin("formats").open_any(path, describe() if describe else None)
 
 
 def require_weights(
@@ -182,8 +181,7 @@ def load_adapter(run: Run, path: Path) -> None:
     """Loads PEFT adapters, and the modules that are trained in full alongside them. Frozen weights
     in the same folder, such as embeddings stored by PEFT, must equal the loaded ones."""
     with counting(run.beat.pulse.moved):
-        opened: LazyCheckpoint = plugin("formats").open_peft(path)
-        weights = opened.weights()
+        weights: dict[str, Lazy] = plugin("formats").open_peft(path).weights()
         named = named_parameters(run.model.parts)
         wanted = {n: p for n, p in named.items() if p.requires_grad and n in weights}
         mine = {n for n, p in named.items() if p.requires_grad and n not in weights}

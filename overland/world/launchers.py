@@ -43,13 +43,6 @@ def export_world(world: World, env: MutableMapping[str, str] = os.environ) -> No
     env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(world.local_rank), str(world.local_size)
 
 
-def is_under_mpi(env: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether mpirun or mpiexec started this process. They give it a pseudo-terminal, and
-    forward its output line by line."""
-    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "MPI_LOCALRANKID")
-    return any(name in env for name in names)
-
-
 def from_torchrun(env: Mapping[str, str]) -> World | None:
     """Reads torchrun's variables, which are also set by our own launcher and by scripts that
     replace torchrun."""

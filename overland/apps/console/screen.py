@@ -20,7 +20,6 @@ from overland.config.schema import JobConfig
 from overland.words import clock, duration
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Phase
-from overland.world.launchers import is_under_mpi
 
 FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 FRAMES_PER_SECOND = 8
@@ -144,3 +143,10 @@ def has_terminal(env: Mapping[str, str] = os.environ) -> bool:
     if not sys.stdout.isatty() or is_under_mpi():
         return False
     return env.get("TERM", "") not in NO_TERMINALS and env.get("CI", "") in ("", "0", "false")
+
+
+def is_under_mpi(env: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether mpirun or mpiexec started this process. They give it a pseudo-terminal, and
+    forward its output line by line."""
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "MPI_LOCALRANKID")
+    return any(name in env for name in names)

@@ -21,18 +21,21 @@ from torch import Tensor
 from overland.apps.convert.formats import FORMATS, open_any, targets
 from overland.apps.convert.formats.lazy import (
     Changed,
+    Config,
+    LazyCheckpoint,
     Options,
     cast_lazily,
     digest,
     given_config,
     given_dtype,
+    split_state,
 )
 from overland.apps.convert.formats.merge import Merged, densify, join, merge
 from overland.apps.convert.formats.overland import step_of_export
 from overland.apps.convert.formats.peft import has_adapters, trained
 from overland.apps.convert.verify import verify_hashes, verify_logits, verify_products
 from overland.arguments import path_of, path_or_none, texts
-from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint, split_state
+from overland.checkpoint.lazy import MODEL, Lazy
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 from overland.files import publish, sync

@@ -12,10 +12,16 @@ import torch
 
 from overland.apps.convert.convert import new_target
 from overland.apps.convert.formats import FORMATS
-from overland.apps.convert.formats.lazy import Options, cast_lazily, given_dtype, held
+from overland.apps.convert.formats.lazy import (
+    LazyCheckpoint,
+    Options,
+    cast_lazily,
+    given_dtype,
+    held,
+)
 from overland.apps.evaluation.model import OpenModel
 from overland.arguments import path_of, refused
-from overland.checkpoint.lazy import MODEL, Lazy, LazyCheckpoint
+from overland.checkpoint.lazy import MODEL, Lazy
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError

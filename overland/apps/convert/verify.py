@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from overland.apps.convert.formats.lazy import digest
+from overland.apps.convert.formats.lazy import Config, LazyCheckpoint, digest
 from overland.apps.convert.formats.merge import Merged, compare
 from overland.apps.dialects.peft import settings_of
-from overland.checkpoint.lazy import MODEL, Config, LazyCheckpoint
+from overland.checkpoint.lazy import MODEL
 from overland.errors import CheckpointError, ModelError
 from overland.models.config import EMBEDDING, HEAD
-from overland.models.flops import sample_fields
+from overland.models.flops import count_parameters, sample_fields
 from overland.models.init import init_buffers
 from overland.models.lora import LoRA
 from overland.models.registry import build_model, read_hf_config
 from overland.models.transform import apply_transforms
-from overland.models.weights import shapes_in_files
 
 # 1.5 GB of weights in float32, twice.
 MAX_LOGITS_PARAMETERS = 400_000_000
@@ -85,7 +84,7 @@ def verify_logits(
                 "give its config.json with --config"
             )
         config = read_hf_config(source.config)
-        count = sum(torch.Size(one).numel() for one in shapes_in_files(config)[0].values())
+        count = count_parameters(config).total
         if count > MAX_LOGITS_PARAMETERS:
             raise CheckpointError(
                 f"logits can be compared for models of up to {MAX_LOGITS_PARAMETERS:,} parameters, "

@@ -19,11 +19,7 @@ from torch import Tensor, nn
 
 from overland.apps.convert.formats import LazyCheckpoint, open_any
 from overland.apps.convert.formats.hf import FILES, without_head
-from overland.apps.convert.formats.lazy import (
-    given_config,
-    given_dtype,
-    is_computed,
-)
+from overland.apps.convert.formats.lazy import Config, given_config, given_dtype, is_computed
 from overland.apps.convert.formats.merge import densify, join, merge
 from overland.apps.convert.formats.overland import (
     complete,
@@ -35,7 +31,7 @@ from overland.apps.convert.formats.peft import has_adapters
 from overland.apps.dataset import tokenizer_of
 from overland.apps.evaluation.results import base_of
 from overland.checkpoint.folder import committed, step_of
-from overland.checkpoint.lazy import MODEL, Config, Lazy, Origin, counting
+from overland.checkpoint.lazy import MODEL, Lazy, Origin, counting
 from overland.checkpoint.read import fill, open_checkpoint, read_marker
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError

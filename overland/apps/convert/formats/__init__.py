@@ -13,7 +13,7 @@ from pathlib import Path
 from overland.apps.convert.formats.dcp import detect_dcp, open_dcp, write_dcp
 from overland.apps.convert.formats.deepspeed import detect_deepspeed, open_deepspeed
 from overland.apps.convert.formats.hf import detect_hf, open_hf, write_hf
-from overland.apps.convert.formats.lazy import Options
+from overland.apps.convert.formats.lazy import Config, LazyCheckpoint, Options
 from overland.apps.convert.formats.merge import densify
 from overland.apps.convert.formats.meta import detect_meta, open_meta, write_meta
 from overland.apps.convert.formats.overland import (
@@ -26,7 +26,6 @@ from overland.apps.convert.formats.peft import detect_peft, open_peft, write_pef
 from overland.apps.convert.formats.safetensors import detect_single, open_single, write_single
 from overland.apps.convert.formats.torch import detect_torch, open_torch, write_torch
 from overland.arguments import path_of
-from overland.checkpoint.lazy import Config, LazyCheckpoint
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
 

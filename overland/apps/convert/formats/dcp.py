@@ -21,6 +21,8 @@ from torch import Tensor
 
 from overland.apps.convert.formats.lazy import (
     MAX_DIMS,
+    Config,
+    LazyCheckpoint,
     Options,
     Stored,
     Tiled,
@@ -29,6 +31,7 @@ from overland.apps.convert.formats.lazy import (
     is_tiled_by,
     num_updates,
     split_by_size,
+    split_state,
     write_companions,
 )
 from overland.apps.convert.formats.meta import (
@@ -42,17 +45,7 @@ from overland.apps.convert.formats.meta import (
 from overland.apps.convert.formats.pickles import StandIn, load_pickle
 from overland.apps.convert.formats.safe_globals import SAFE_GLOBALS
 from overland.apps.convert.formats.torch_save import read_torch_file, scalar, write_torch_file
-from overland.checkpoint.lazy import (
-    MODEL,
-    MOMENTS,
-    NUM_UPDATES,
-    OPTIMIZER,
-    Config,
-    Lazy,
-    LazyCheckpoint,
-    Shape,
-    split_state,
-)
+from overland.checkpoint.lazy import MODEL, MOMENTS, NUM_UPDATES, OPTIMIZER, Lazy, Shape
 from overland.errors import CheckpointError
 from overland.files import new_file
 

@@ -17,12 +17,20 @@ from typing import Any
 
 import torch
 
-from overland.apps.convert.formats.lazy import Joined, Stored, cast_lazily, config_near, num_updates
+from overland.apps.convert.formats.lazy import (
+    Config,
+    Joined,
+    LazyCheckpoint,
+    Stored,
+    cast_lazily,
+    config_near,
+    num_updates,
+)
 from overland.apps.convert.formats.peft import PREFIX, plain_name, plain_names
 from overland.apps.convert.formats.pickles import StandIn
 from overland.apps.convert.formats.torch_save import read_torch_file, scalar, tensors_in
 from overland.apps.dialects.peft import ADAPTER_CONFIG, read_adapter_config
-from overland.checkpoint.lazy import MODEL, MOMENTS, OPTIMIZER, Config, Lazy, LazyCheckpoint, Shape
+from overland.checkpoint.lazy import MODEL, MOMENTS, OPTIMIZER, Lazy, Shape
 from overland.errors import CheckpointError
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from overland.apps.convert.formats.lazy import (
+    Config,
+    LazyCheckpoint,
     Options,
     config_near,
     copy_files,
@@ -29,15 +31,17 @@ from overland.apps.convert.formats.safetensors import (
     write_checksums,
     write_safetensors,
 )
-from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
+from overland.checkpoint.lazy import MODEL, Lazy
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import GENERATION, is_ranks
 from overland.errors import CheckpointError, DataError, ModelError
 from overland.files import read_object
 from overland.models.config import EMBEDDING, HEAD
+from overland.models.flops import built_on_meta, describes_itself, outline_of
 from overland.models.hf_config import RMSNORM
+from overland.models.init import persistent_buffers
 from overland.models.registry import read_hf_config
-from overland.models.weights import INDEX, SINGLE, read_index, shapes_in_files
+from overland.models.weights import INDEX, SINGLE, read_index
 
 OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 TOKENIZER = "tokenizer_config.json"
@@ -146,10 +150,12 @@ def without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
 def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Path) -> None:
     """Raises if a parameter is missing or has another shape, for families that Overland knows."""
     try:
-        parameters, buffers = shapes_in_files(read_hf_config(config))
+        known = read_hf_config(config)
+        _, shapes = outline_of(known)
+        buffers = {} if describes_itself(known) else persistent_buffers(built_on_meta(known))
     except ModelError:
         return
-    shapes = parameters | {name: shape for name, shape in buffers.items() if name in weights}
+    shapes |= {name: tuple(one.shape) for name, one in buffers.items() if name in weights}
     for name, shape in shapes.items():
         if name not in weights:
             raise CheckpointError(f"{where} lacks {name}, which its config.json requires")

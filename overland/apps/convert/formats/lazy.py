@@ -1,9 +1,11 @@
-"""What all formats share: lazy tensors in files, each of which may wrap others (joining shards,
-permuting rows, casting), the options of a target, how it is cut into files, and the files next to
-weights that describe a model.
+"""What all formats share: a checkpoint of lazy tensors in files, each of which may wrap others
+(joining shards, permuting rows, casting), the options of a target, how it is cut into files, and
+the files next to weights that describe a model.
 
-One tensor is in memory at a time. Files are read, not mapped, since pages of a mapped file count as
-memory of the process.
+Tensors are named like a run's own state: `model.<Hugging Face name>`, `optimizer.<name>.<state>`
+(for AdamW: exp_avg and exp_avg_sq), `optimizer.num_updates`. Everything else in a file keeps its
+name. One tensor is in memory at a time. Files are read, not mapped, since pages of a mapped file
+count as memory of the process.
 """
 
 from __future__ import annotations
@@ -12,21 +14,22 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from overland.arguments import dtype_name
 from overland.checkpoint.format import checksum
 from overland.checkpoint.lazy import (
+    MODEL,
+    MOMENTS,
     NUM_UPDATES,
-    Config,
+    OPTIMIZER,
     Lazy,
-    LazyCheckpoint,
+    Origin,
     Shape,
     Slices,
     counter,
@@ -34,7 +37,7 @@ from overland.checkpoint.lazy import (
 from overland.data.tokenizer_files import refuse_link_out
 from overland.errors import CheckpointError
 from overland.files import new_file, read_object, sync
-from overland.words import did_you_mean
+from overland.words import did_you_mean, nearest_name
 
 # The maximum in torch.
 MAX_DIMS = 64
@@ -47,6 +50,71 @@ COMPUTED = ("rope.freqs", "freqs_cis", "rotary_emb.inv_freq")
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Config = dict[str, Any] | None
+"""The contents of a config.json, if there is one."""
+
+
+@dataclass
+class LazyCheckpoint:
+    """What readers return and writers accept. `extras`: step, batch, tokens, best_validation_loss,
+    learning rates and `param_groups` (torch's, with parameter names) if the format has them.
+    `config`: the contents of a config.json. `companions`: tokenizer and generation config.
+    `adapter`: the contents of an adapter_config.json, if there are adapters. `left_out`: weights
+    that are needed but stored elsewhere."""
+
+    format: str
+    folder: Path
+    tensors: dict[str, Lazy]
+    extras: dict[str, Any] = field(default_factory=dict)
+    config: Config = None
+    companions: list[Path] = field(default_factory=list)
+    adapter: Config = None
+    left_out: Origin | None = None
+
+    @property
+    def own_model(self) -> str | None:
+        """The config class of a run's model, if a user registered it."""
+        name: str | None = (self.extras.get("run") or {}).get("own_model")
+        return name
+
+    def read(self, name: str) -> Tensor:
+        """Returns the whole tensor, on the CPU."""
+        return self._tensor(name).load()
+
+    def read_slice(self, name: str, slices: Slices) -> Tensor:
+        return self._tensor(name).load_slice(slices)
+
+    def _tensor(self, name: str) -> Lazy:
+        if name in self.tensors:
+            return self.tensors[name]
+        near = nearest_name(str(name), self.tensors)
+        advice = f"did you mean {near!r}?" if near else "its `tensors` lists all of them"
+        raise CheckpointError(f"{self.folder} has no tensor {name!r}; {advice}")
+
+    def weights(self) -> dict[str, Lazy]:
+        """Returns the model's tensors by their Hugging Face names."""
+        return {
+            name.removeprefix(MODEL): lazy
+            for name, lazy in self.tensors.items()
+            if name.startswith(MODEL)
+        }
+
+    def states(self) -> Iterator[tuple[str, str, Lazy]]:
+        """Yields the optimizer state: (parameter, name of the state, tensor)."""
+        for name, lazy in self.tensors.items():
+            if (state := split_state(name, self.tensors)) is not None:
+                yield *state, lazy
+
+    def with_tensors(self, tensors: dict[str, Lazy]) -> LazyCheckpoint:
+        return replace(self, tensors=tensors)
+
+
+def split_state(name: str, tensors: Container[str]) -> tuple[str, str] | None:
+    """Splits `optimizer.<parameter>.<state>`; None if there is no such parameter in the model."""
+    parameter, _, kind = name.removeprefix(OPTIMIZER).rpartition(".")
+    is_state = name.startswith(OPTIMIZER) and (MODEL + parameter in tensors or kind in MOMENTS)
+    return (parameter, kind) if is_state else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,10 +305,13 @@ def given_config(path: Path | None) -> Config:
 
 
 def given_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    name = dtype_name(dtype)
-    if name is not None and name not in DTYPES:
+    """Returns a type of numbers that is given by its name, or by torch: `torch.bfloat16`."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
         raise CheckpointError(f"--dtype {name} is unknown{did_you_mean(name, DTYPES)}")
-    return None if name is None else DTYPES[name]
+    return DTYPES[name]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overland.apps.convert.formats.lazy import Config, LazyCheckpoint
 from overland.apps.convert.formats.peft import Adapter, adapters_in, require_adapter, trained
 from overland.apps.dialects.peft import settings_of
-from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
+from overland.checkpoint.lazy import MODEL, Lazy
 from overland.errors import CheckpointError
 from overland.models.config import EMBEDDING, HEAD
 from overland.models.lora_targets import ALL_LINEAR, is_adapter, is_target

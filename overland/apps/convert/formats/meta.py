@@ -17,23 +17,18 @@ from torch import Tensor
 
 from overland.apps.convert.formats.lazy import (
     Changed,
+    Config,
+    LazyCheckpoint,
     Options,
     Stored,
     Tiled,
     copy_files,
     is_computed,
+    split_state,
     write_json,
 )
 from overland.apps.convert.formats.torch_save import read_torch_file, tensors_in, write_torch_file
-from overland.checkpoint.lazy import (
-    MODEL,
-    OPTIMIZER,
-    Config,
-    Lazy,
-    LazyCheckpoint,
-    Shape,
-    split_state,
-)
+from overland.checkpoint.lazy import MODEL, OPTIMIZER, Lazy, Shape
 from overland.errors import CheckpointError
 from overland.files import new_file, read_object
 

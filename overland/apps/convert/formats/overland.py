@@ -17,21 +17,10 @@ from torch import Tensor
 
 import overland
 from overland.apps.convert.formats.hf import open_hf
-from overland.apps.convert.formats.lazy import Options, held
+from overland.apps.convert.formats.lazy import Config, LazyCheckpoint, Options, held, split_state
 from overland.apps.dialects.peft import KEYS
 from overland.checkpoint.folder import committed, latest_checkpoint, step_of
-from overland.checkpoint.lazy import (
-    LEFT_OUT,
-    MODEL,
-    MOMENTS,
-    Config,
-    Lazy,
-    LazyCheckpoint,
-    Origin,
-    Slices,
-    counter,
-    split_state,
-)
+from overland.checkpoint.lazy import LEFT_OUT, MODEL, MOMENTS, Lazy, Origin, Slices, counter
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
 from overland.checkpoint.write import write_whole_tensors
 from overland.config.derived import GroupRates, group_rates

@@ -16,14 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.apps.convert.formats.lazy import Options, config_near, copy_files
+from overland.apps.convert.formats.lazy import (
+    Config,
+    LazyCheckpoint,
+    Options,
+    config_near,
+    copy_files,
+)
 from overland.apps.convert.formats.safetensors import (
     read_weights,
     write_checksums,
     write_safetensors,
 )
 from overland.apps.dialects.peft import ADAPTER_CONFIG, read_adapter_config, settings_of
-from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint
+from overland.checkpoint.lazy import MODEL, Lazy
 from overland.config.schema import Lora
 from overland.data.tokenizer_files import refuse_link_out
 from overland.errors import CheckpointError

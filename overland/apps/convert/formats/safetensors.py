@@ -16,9 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from overland.apps.convert.formats.lazy import MAX_DIMS, Options, Stored, config_near, memory
+from overland.apps.convert.formats.lazy import (
+    MAX_DIMS,
+    Config,
+    LazyCheckpoint,
+    Options,
+    Stored,
+    config_near,
+    memory,
+)
 from overland.checkpoint.format import DTYPE_NAMES, DTYPES, checksum, header_of
-from overland.checkpoint.lazy import MODEL, Config, Lazy, LazyCheckpoint, counter
+from overland.checkpoint.lazy import MODEL, Lazy, counter
 from overland.errors import CheckpointError
 from overland.files import CHECKSUMS, checksums_of, new_file, what_is_wrong
 from overland.plugins import plugin

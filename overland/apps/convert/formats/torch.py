@@ -26,6 +26,8 @@ from typing import Any
 import torch
 
 from overland.apps.convert.formats.lazy import (
+    Config,
+    LazyCheckpoint,
     Options,
     Stored,
     config_near,
@@ -43,15 +45,7 @@ from overland.apps.convert.formats.torch_save import (
 )
 from overland.checkpoint.folder import set_aside
 from overland.checkpoint.format import BLOCK, FileInfo, Index, Part, TensorEntry, checksum
-from overland.checkpoint.lazy import (
-    MODEL,
-    MOMENTS,
-    NUM_UPDATES,
-    OPTIMIZER,
-    Config,
-    Lazy,
-    LazyCheckpoint,
-)
+from overland.checkpoint.lazy import MODEL, MOMENTS, NUM_UPDATES, OPTIMIZER, Lazy
 from overland.checkpoint.read import CheckpointReader
 from overland.checkpoint.write import commit
 from overland.errors import CheckpointError
