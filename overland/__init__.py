@@ -122,7 +122,7 @@ def __getattr__(name: str) -> Any:
     module, _, there = _PLACES[name].partition(":")
     found = getattr(import_module(module), there or name)
     if isinstance(found, FunctionType):
-        from overland.arguments import naming_arguments
+        from overland.apps.arguments import naming_arguments
 
         found = naming_arguments(found, name)
     globals()[name] = found

@@ -113,11 +113,8 @@ class Store:
     ) -> None:
         self.folder, self.settings, self.disk = folder, settings, disk or Disk()
         beat = beat or Heartbeat()
-        self.pulse, self._is_watched, self._stall_seconds = (
-            beat.pulse,
-            beat.is_supervised,
-            stall_seconds,
-        )
+        self.pulse, self._is_watched = beat.pulse, beat.is_supervised
+        self._stall_seconds = stall_seconds
         self.notes: list[str] = []
         self.then: list[Callable[[Path, Moved], None]] = []
         """Rank 0 calls these with every new checkpoint, once the old ones are deleted."""

@@ -209,21 +209,9 @@ def read_signs(folder: Path) -> list[Sign]:
         if len(data) == SIZE and any(data[: LAYOUT.size]):
             pid, step, phase, since, probe, wait = LAYOUT.unpack_from(data)
             transfer, moved, num_bytes, total = PULSE_LAYOUT.unpack_from(data, LAYOUT.size)
-            signs.append(
-                Sign(
-                    int(path.stem),
-                    pid,
-                    step,
-                    Phase(phase),
-                    since,
-                    probe,
-                    wait,
-                    Transfer(transfer),
-                    moved,
-                    num_bytes,
-                    total,
-                )
-            )
+            place = int(path.stem), pid, step, Phase(phase)
+            disk = Transfer(transfer), moved, num_bytes, total
+            signs.append(Sign(*place, since, probe, wait, *disk))
     return sorted(signs, key=lambda sign: sign.rank)
 
 

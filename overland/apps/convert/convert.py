@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overland.apps.arguments import path_or_none
 from overland.apps.convert.formats import FORMATS, open_any, targets
 from overland.apps.convert.formats.lazy import (
     Changed,
@@ -34,7 +35,7 @@ from overland.apps.convert.formats.merge import Merged, densify, join, merge
 from overland.apps.convert.formats.overland import step_of_export
 from overland.apps.convert.formats.peft import has_adapters, trained
 from overland.apps.convert.verify import verify_hashes, verify_logits, verify_products
-from overland.arguments import path_of, path_or_none, texts
+from overland.arguments import path_of, texts
 from overland.checkpoint.lazy import MODEL, Lazy
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError

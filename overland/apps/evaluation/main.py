@@ -14,16 +14,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from overland.apps.arguments import integer_or_none, number, path_or_none
 from overland.apps.progress import progress_bar
-from overland.arguments import (
-    integer,
-    integer_or_none,
-    number,
-    path_of,
-    path_or_none,
-    refused,
-    texts,
-)
+from overland.arguments import integer, path_of, refused, texts
 from overland.errors import ArgumentError, OutOfMemoryError
 from overland.words import any_of, size, visible
 from overland.world import World
