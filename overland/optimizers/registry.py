@@ -20,7 +20,6 @@ from overland.optimizers.rule import (
     StateKinds,
     WholeMatrix,
     num_bytes,
-    num_saved_bytes,
     wrong_kind,
 )
 from overland.words import did_you_mean
@@ -124,9 +123,8 @@ def state_bytes(
 ) -> float:
     """Returns the bytes of the state of these parameters, in memory or as saved."""
     rules = rules_of(config.optimizer)
-    count = num_saved_bytes if saved else num_bytes
     return sum(
-        count(state_kinds(rules, name, shape), shape, config.training.dtype)
+        num_bytes(state_kinds(rules, name, shape), shape, config.training.dtype, saved)
         for name, shape in shapes.items()
     )
 

@@ -144,22 +144,15 @@ def wrong_kind(kind: object) -> str:
     return ""
 
 
-def num_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> float:
-    """Returns the bytes in memory for the state of a parameter of this shape and dtype."""
+def num_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str, saved: bool = False) -> float:
+    """Returns the bytes for the state of a parameter of this shape and dtype: in memory, or in a
+    checkpoint, where packed state is unpacked to float32."""
     total = 0.0
     for kind in kinds.values():
         if isinstance(kind, Scalar):
             total += BYTES[kind.dtype] if kind.dtype else max(4, BYTES[dtype])
         elif isinstance(kind, Packed):
-            total += prod(shape) * kind.bytes_per_number
+            total += prod(shape) * (BYTES["float32"] if saved else kind.bytes_per_number)
         else:
             total += prod(shape) * BYTES[kind.dtype or dtype]
     return total
-
-
-def num_saved_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> int:
-    """Returns the bytes in a checkpoint, where packed state is unpacked."""
-    saved = {
-        name: Like("float32") if isinstance(kind, Packed) else kind for name, kind in kinds.items()
-    }
-    return int(num_bytes(saved, shape, dtype))
