@@ -178,6 +178,19 @@ def new_file(path: Path, *, durable: bool = True, disk: Disk = DISK) -> Iterator
                 os.fsync(file.fileno())
 
 
+def append(path: Path, data: bytes) -> None:
+    """Appends all of these bytes, or none: half a line or record is of no use on a full disk."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while data:  # the system may write less than requested
+                data = data[file.write(data) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
+
+
 def publish(beside: Path, path: Path, *, durable: bool = True, disk: Disk = DISK) -> None:
     """Gives a complete file or folder its final name, atomically."""
     disk.at("rename", beside)

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from overland.files import new_file, sync
+from overland.files import append, new_file, sync
 
 HEAD = struct.Struct("<4sIqqqq")  # magic, checksum of what follows, step, batch, steps, rows
 PLACE = struct.Struct("<qqqq")
@@ -94,22 +94,11 @@ class Ledger:
     def _write(self) -> str:
         try:
             while self.num_written < len(self.kept):
-                self._append(self.kept[self.num_written])
+                append(self.path, self.kept[self.num_written])
                 self.num_written += 1
         except OSError as error:
             return self._words(error, self.path)
         return ""
-
-    def _append(self, data: bytes) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            size = file.tell()
-            try:
-                while data:
-                    data = data[file.write(data) :]
-            except OSError:
-                with suppress(OSError):
-                    file.truncate(size)  # half a record is of no use
-                raise
 
     def _words(self, error: OSError, path: Path) -> str:
         return f"{path} cannot be written: {error.strerror}"

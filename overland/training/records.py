@@ -3,7 +3,6 @@ metrics.jsonl, with speed, MFU and memory, the sessions, and a description of th
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
@@ -30,7 +29,7 @@ from overland.data.sft import end_of_turn
 from overland.data.tokenizer import UNKNOWN, Tokenizer
 from overland.data.tokenizer_files import GENERATION, companions_in
 from overland.errors import sentence
-from overland.files import replace_file, replaced
+from overland.files import append, replace_file, replaced
 from overland.models.flops import count_parameters
 from overland.plugins import plugin
 from overland.run_folder import MODEL_CONFIG
@@ -105,13 +104,9 @@ class Lines:
     def write(self) -> str:
         """Writes what is late, each line as a whole; returns what prevents that."""
         try:
-            with self.path.open("ab", buffering=0) as file:
-                while self.late:
-                    size = file.tell()
-                    if (file.write(self.late[0]) or 0) < len(self.late[0]):
-                        file.truncate(size)
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    del self.late[0]
+            while self.late:
+                append(self.path, self.late[0])
+                del self.late[0]
         except OSError as error:
             return str(error.strerror)
         return ""

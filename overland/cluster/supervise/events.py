@@ -7,7 +7,6 @@ follow the other files of lines in a run folder in the same way (`Tail`).
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 from overland.cluster.supervise.watchdog import Watchdog
 from overland.errors import Kind
-from overland.files import replace_file
+from overland.files import append, replace_file
 from overland.run_folder import ATTEMPTS, LIVE, STOPPED
 
 Event = dict[str, Any]
@@ -179,12 +178,9 @@ class Logbook:
         line = json.dumps({"time": time.time(), "job": self.job, "event": event, **facts})
         self._unwritten.append(line + "\n")
         try:
-            with (self.run / ATTEMPTS).open("ab", buffering=0) as file:
-                while self._unwritten:
-                    data = self._unwritten[0].encode()
-                    if file.write(data) < len(data):
-                        raise OSError(errno.ENOSPC, "half of a line was written")
-                    self._unwritten.pop(0)
+            while self._unwritten:
+                append(self.run / ATTEMPTS, self._unwritten[0].encode())
+                self._unwritten.pop(0)
         except OSError:
             self._unwritten.insert(0, "\n")  # part of a line may have been written
 
