@@ -20,6 +20,7 @@ from overland.apps.convert.formats import (
     targets,
 )
 from overland.checkpoint.lazy import counting
+from overland.checkpoint.write import bytes_of
 from overland.cli.main import app
 from overland.errors import CheckpointError
 from tests.jobs import write_model
@@ -278,7 +279,7 @@ def test_bytes_are_counted_as_they_are_read(
 ) -> None:
     monkeypatch.setattr(lazy, "READ_BYTES", 1000)
     tensor, path, counts = torch.arange(10_000), tmp_path / "a.bin", list[int]()
-    path.write_bytes(lazy.memory(tensor))
+    path.write_bytes(bytes_of(tensor))
     stored = lazy.Stored((10_000,), torch.int64, path, 0)
     with counting(counts.append):
         assert torch.equal(stored.load(), tensor)

@@ -11,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from overland.apps.convert.formats import FORMATS, Options, open_any
-from overland.apps.convert.formats.lazy import held, memory
+from overland.apps.convert.formats.lazy import held
 from overland.apps.convert.formats.torch_save import read_torch_file, write_torch_file
+from overland.checkpoint.write import bytes_of
 
 from .samples import contents, tiny_config, tiny_source
 
@@ -40,7 +41,7 @@ def test_every_type_and_shape_goes_through_torch_load(
     loaded = torch.load(io.BytesIO(data), weights_only=True)
     assert loaded["a"].dtype == dtype
     assert loaded["a"].shape == tensor.shape
-    assert memory(loaded["a"]) == memory(tensor)
+    assert bytes_of(loaded["a"]) == bytes_of(tensor)
     assert loaded["a"].data_ptr() == loaded["tied"].data_ptr()
     assert loaded["other"] == [1, (2.5, None)]
 
@@ -48,7 +49,7 @@ def test_every_type_and_shape_goes_through_torch_load(
     found = read_torch_file(tmp_path / "theirs.pt")["a"].load()
     assert found.dtype == dtype
     assert found.shape == tensor.shape
-    assert memory(found) == memory(tensor)
+    assert bytes_of(found) == bytes_of(tensor)
 
 
 def test_a_file_of_ours_can_be_mapped(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from overland.checkpoint.lazy import (
     Slices,
     counter,
 )
+from overland.checkpoint.write import bytes_of
 from overland.data.tokenizer_files import refuse_link_out
 from overland.errors import CheckpointError
 from overland.files import new_file, read_object, sync
@@ -154,12 +155,12 @@ class Stored(Lazy):
     def _read(self, shape: Shape, first: int) -> Tensor:
         out = torch.empty(shape, dtype=self.dtype)
         self.read_into(out, first)
-        if self.crc32 is not None and shape == self.shape and checksum(memory(out)) != self.crc32:
+        if self.crc32 is not None and shape == self.shape and checksum(bytes_of(out)) != self.crc32:
             raise CheckpointError(f"{self.path} is damaged: its data changed after it was written")
         return out
 
     def read_into(self, out: Tensor, first: int = 0) -> None:
-        view = memory(out)
+        view = bytes_of(out)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset + first * self.dtype.itemsize)
             while view.nbytes:
@@ -270,14 +271,8 @@ def cast_lazily(lazy: Lazy, dtype: torch.dtype) -> Lazy:
     return Changed(lazy.shape, dtype, lazy, lambda tensor: tensor.to(dtype))
 
 
-def memory(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous tensor, without a copy."""
-    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return view
-
-
 def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(memory(tensor)).hexdigest()
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
 def is_computed(name: str) -> bool:

@@ -23,10 +23,10 @@ from overland.apps.convert.formats.lazy import (
     Options,
     Stored,
     config_near,
-    memory,
 )
 from overland.checkpoint.format import DTYPE_NAMES, DTYPES, checksum, header_of
 from overland.checkpoint.lazy import MODEL, Lazy, counter
+from overland.checkpoint.write import bytes_of
 from overland.errors import CheckpointError
 from overland.files import CHECKSUMS, checksums_of, new_file, what_is_wrong
 from overland.plugins import plugin
@@ -109,7 +109,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Lazy]) -> Checksums:
     with new_file(path) as file:
         file.write(header)
         for name in order:
-            data = memory(tensors[name].load())
+            data = bytes_of(tensors[name].load())
             sums[name] = checksum(data)
             file.write(data)
     return {path.name: sums}

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from overland.apps.convert.formats.lazy import Stored, memory
+from overland.apps.convert.formats.lazy import Stored
 from overland.apps.convert.formats.pickles import load_pickle
 from overland.apps.convert.formats.safe_globals import (
     SAFE_GLOBALS,
@@ -27,6 +27,7 @@ from overland.apps.convert.formats.safe_globals import (
     StorageType,
 )
 from overland.checkpoint.lazy import Lazy, counter
+from overland.checkpoint.write import bytes_of
 from overland.errors import CheckpointError
 
 # A pickle describes tensors in a few hundred bytes each; a larger one is an attack or a mistake.
@@ -196,7 +197,7 @@ def write_torch_file(file: BinaryIO, saved: Any, root: str = "archive") -> int:
         _write(archive, target, f"{root}/data.pkl", text.getbuffer())
         _write(archive, target, f"{root}/byteorder", b"little")
         for number, lazy in enumerate(pickler.tensors):
-            _write(archive, target, f"{root}/data/{number}", memory(lazy.load()))
+            _write(archive, target, f"{root}/data/{number}", bytes_of(lazy.load()))
         _write(archive, target, f"{root}/version", b"3\n")
     return target.tell()
 
