@@ -20,8 +20,6 @@ from overland.config.schema import JobConfig
 from overland.errors import ModelError
 from overland.world import devices
 
-__all__ = ["check_config", "check_sizes", "load_checked", "require"]
-
 Check = Callable[[Loaded], Iterator[Problem]]
 SizedCheck = Callable[[Loaded, int | None], Iterator[Problem]]
 

@@ -20,12 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from overland.config.arguments import (
-    COMMAND_LINE,
-    Arguments,
-    environment_entries,
-    parse_arguments,
-)
+from overland.config.arguments import COMMAND_LINE, Arguments, environment_entries, parse_arguments
 from overland.config.errors import ConfigError, Problem, ProblemKind, show_value
 from overland.config.fields import is_current
 from overland.config.paths import from_own_folder, resolve_paths

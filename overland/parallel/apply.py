@@ -22,12 +22,7 @@ from overland.errors import ModelError
 from overland.models.build import build_undivided
 from overland.models.flops import stage_costs
 from overland.models.inner import InnerLoss, Statistic
-from overland.models.structure import (
-    blocks_of,
-    find_module,
-    inside,
-    structure_of,
-)
+from overland.models.structure import blocks_of, find_module, inside, structure_of
 from overland.parallel.blocks import checkpoint_activations, compile_blocks
 from overland.parallel.mesh import Mesh
 from overland.parallel.pipeline import Pipeline, deal_blocks, keep_stage, stages_of_rank

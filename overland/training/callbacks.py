@@ -31,8 +31,6 @@ from overland.parallel.comm import set_timeout
 from overland.training.run import Callback, Record, Run
 from overland.words import any_of, counted_words, number_of
 
-__all__ = ["Callback", "Record", "register_callback", "user_callbacks"]
-
 Factory = Callable[[Run], Callback | None]
 
 PROBE_SIZE = {"cpu": 256, "cuda": 4096}  # on an H100 0.2 ms per product, on a CPU core about 1 ms

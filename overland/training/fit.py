@@ -30,12 +30,7 @@ from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
 from overland.parallel.comm import from_first_rank
 from overland.parallel.sharding import named_parameters, shard_of
-from overland.training.memory import (
-    RECOMPUTE,
-    StepMemory,
-    can_estimate,
-    step_memory,
-)
+from overland.training.memory import RECOMPUTE, StepMemory, can_estimate, step_memory
 from overland.world import World
 from overland.world.devices import MemoryState, device_memory, machine_memory, memory_state
 

@@ -29,13 +29,7 @@ from types import FrameType
 from overland.errors import NotSavedError
 from overland.processes import PYTHON, STOPPED_STATES, state_of
 from overland.world.flight_recorder import forget_records, last_wait
-from overland.world.heartbeat import (
-    LAUNCHER_HEARTBEATS,
-    MEMORY,
-    read_error,
-    read_signs,
-    waited_for,
-)
+from overland.world.heartbeat import LAUNCHER_HEARTBEATS, MEMORY, read_error, read_signs, waited_for
 from overland.world.rendezvous import FIRST_PORT, SECRET, new_secret
 from overland.world.signals import (
     ENDED_AT_ONCE,
