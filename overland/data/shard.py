@@ -26,17 +26,16 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from overland.errors import DataError
-from overland.files import replaced
 
 MAGIC = b"OVLSHARD"
 FORMAT = 3
@@ -49,10 +48,8 @@ DTYPES = {1: BYTES, 2: "<u2", 4: "<u4"}
 # system's own read-ahead; sums of smaller ones, which every rank reads, cost more than the tokens.
 BLOCK_BYTES = 1 << 14
 MARK_KEY = b"overland: held out or not"
-FLUSH_TOKENS = 1 << 18  # written at once: writing each document of 100 tokens would be slower
 
 Ids = npt.NDArray[np.generic]
-T = TypeVar("T")
 TOKENS = "tokens"
 """The field with the ids, in the structured array of a document that has channels."""
 WEIGHTS = "weights"
@@ -191,45 +188,78 @@ def read_counts(path: Path) -> tuple[int, int, int]:
     return about.num_documents, about.num_tokens, about.num_bad
 
 
-def write_shard(
-    path: Path,
-    documents: Iterable[Ids],
-    dtype: str,
-    chunks: tuple[str, str] = ("", ""),
-    num_bad: Callable[[], int] = lambda: 0,
-    beside: Path | None = None,
-    channels: Mapping[str, str] | None = None,
-    counts: Callable[[], Mapping[str, int]] = dict,
-    specials: tuple[int, int] = (0, 0),
-) -> ShardInfo:
-    """Writes documents as they come; only their offsets, marks and channels are held in memory.
+class ShardWriter:
+    """Writes documents to a file as they come; only their offsets, marks and channels are held in
+    memory. With `channels` (types by name), each document is a structured array that has them next
+    to its `tokens`. `specials`: how many tokens at the beginning and end of each document are BOS
+    and EOS."""
 
-    With `channels` (types by name), each document is a structured array that has them next to its
-    `tokens`. `num_bad` and `counts` are called at the end. `beside` is the temporary file, before
-    it is published. `specials`: how many tokens at the beginning and end of each document are BOS
-    and EOS. Raises FileNotFoundError if someone deletes it in the meantime.
-    """
-    width = np.dtype(dtype).itemsize
-    assert dtype == DTYPES[width]
-    channels = dict(channels or {})
-    with replaced(path, beside=beside, shared=True) as file:
+    def __init__(
+        self,
+        file: BinaryIO,
+        dtype: str,
+        channels: Mapping[str, str] | None = None,
+        specials: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.dtype, self.channels, self.specials = dtype, dict(channels or {}), specials
+        self._file = file
         file.write(bytes(HEAD.size))
-        blocks = _Blocks(file)
-        offsets, marks, max_token = _write_tokens(blocks, documents, dtype, channels, specials)
-        counted = dict(sorted(counts().items()))
-        about: dict[str, Any] = {"chunks": chunks, "channels": channels}
+        self._blocks = _Blocks(file)
+        self._lengths = [0]
+        self._marks: list[int] = []
+        self._max_token = -1
+        self._kept: dict[str, list[bytes]] = {name: [] for name in self.channels}
+        assert dtype == DTYPES[self.width]
+
+    @property
+    def width(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    def add(self, documents: Sequence[Ids]) -> None:
+        if not documents:
+            return
+        ids: npt.NDArray[Any] = np.concatenate(documents)
+        self._lengths += map(len, documents)
+        if self.channels:
+            for name, type_ in self.channels.items():
+                self._kept[name].append(ids[name].astype(type_).tobytes())
+            ids = ids[TOKENS]
+        if ids.size:
+            self._max_token = max(self._max_token, int(ids.max()))
+            assert int(ids.min()) >= 0
+            assert self._max_token < 1 << 8 * self.width
+        ids = ids.astype(self.dtype)
+        ends = np.cumsum([0, *map(len, documents)]).tolist()
+        self._marks += (mark_of(ids[a:b], self.specials) for a, b in pairwise(ends))
+        self._blocks.write(ids.tobytes())
+
+    def finish(
+        self,
+        chunks: tuple[str, str] = ("", ""),
+        num_bad: int = 0,
+        counts: Mapping[str, int] | None = None,
+    ) -> ShardInfo:
+        """Writes what comes after the tokens, and the head."""
+        offsets = np.cumsum(np.asarray(self._lengths, np.int64))
+        self._blocks.write(_padding(int(offsets[-1]) * self.width))
+        for parts in self._kept.values():
+            for part in parts:
+                self._blocks.write(part)
+            self._blocks.write(_padding(sum(map(len, parts))))
+        counted = dict(sorted((counts or {}).items()))
+        about: dict[str, Any] = {"chunks": chunks, "channels": self.channels}
         about |= {"counts": counted} if counted else {}
         note = json.dumps(about).encode()
-        index = offsets.astype("<i8").tobytes() + marks.astype("<u8").tobytes()
-        index += np.array(blocks.finished(), "<u8").tobytes() + note
-        file.write(index)
+        index = offsets.astype("<i8").tobytes() + np.array(self._marks, "<u8").tobytes()
+        index += np.array(self._blocks.finished(), "<u8").tobytes() + note
+        self._file.write(index)
         info = ShardInfo(
-            len(offsets) - 1, int(offsets[-1]), num_bad(), max_token, dtype, chunks,
-            _sum(index).to_bytes(8, "little").hex(), channels, counted,
+            len(offsets) - 1, int(offsets[-1]), num_bad, self._max_token, self.dtype, chunks,
+            _sum(index).to_bytes(8, "little").hex(), self.channels, counted,
         )  # fmt: skip
-        file.seek(0)
-        file.write(_head(info, width, len(note)))
-    return info
+        self._file.seek(0)
+        self._file.write(_head(info, self.width, len(note)))
+        return info
 
 
 def mark_of(ids: Ids, specials: tuple[int, int]) -> int:
@@ -266,59 +296,6 @@ class _Blocks:
 
     def finished(self) -> list[int]:
         return [*self._sums, _sum(self._begun)] if self._begun else self._sums
-
-
-def _write_tokens(
-    file: _Blocks,
-    documents: Iterable[Ids],
-    dtype: str,
-    channels: Mapping[str, str],
-    specials: tuple[int, int],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], int]:
-    """Writes tokens and channels; returns the offsets and marks of documents, and the largest
-    id."""
-    lengths, max_token = [0], -1
-    marks: list[int] = []
-    limit = 1 << 8 * np.dtype(dtype).itemsize
-    kept: dict[str, list[bytes]] = {name: [] for name in channels}
-    for batch in in_batches(documents, len, FLUSH_TOKENS, FLUSH_TOKENS):
-        ids: npt.NDArray[Any] = np.concatenate(batch)
-        lengths.extend(map(len, batch))
-        if channels:
-            for name, type_ in channels.items():
-                kept[name].append(ids[name].astype(type_).tobytes())
-            ids = ids[TOKENS]
-        if ids.size:
-            max_token = max(max_token, int(ids.max()))
-            assert int(ids.min()) >= 0
-            assert max_token < limit
-        ids = ids.astype(dtype)
-        ends = np.cumsum([0, *map(len, batch)]).tolist()
-        marks.extend(mark_of(ids[a:b], specials) for a, b in pairwise(ends))
-        file.write(ids.tobytes())
-    offsets = np.cumsum(np.asarray(lengths, np.int64))
-    file.write(_padding(int(offsets[-1]) * np.dtype(dtype).itemsize))
-    for parts in kept.values():
-        for part in parts:
-            file.write(part)
-        file.write(_padding(sum(map(len, parts))))
-    return offsets, np.array(marks, np.uint64), max_token
-
-
-def in_batches(
-    items: Iterable[T], size_of: Callable[[T], int], size: int, most: int
-) -> Iterator[list[T]]:
-    """Yields batches of at least this total size, or of `most` items."""
-    batch: list[T] = []
-    found = 0
-    for item in items:
-        batch.append(item)
-        found += size_of(item)
-        if found >= size or len(batch) >= most:
-            yield batch
-            batch, found = [], 0
-    if batch:
-        yield batch
 
 
 def _padding(num_bytes: int) -> bytes:

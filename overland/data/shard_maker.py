@@ -22,21 +22,21 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy.typing as npt
 
 from overland.data.arrays import Unfit, with_channels
 from overland.data.layout import CorpusLayout
-from overland.data.shard import ShardInfo, in_batches, write_shard
-from overland.data.sources.file_marks import FileMark, changed_files
+from overland.data.shard import ShardInfo, ShardWriter
+from overland.data.sources.file_marks import changed_files
 from overland.data.sources.source import BadDocument, Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
-from overland.files import naming, replace_file
+from overland.files import naming, replace_file, replaced
 from overland.processes import host, is_running, this_process
 
 # Passed to the tokenizer at once: a third of a second for one core, and enough documents to spread
@@ -85,21 +85,26 @@ class ShardMaker:
         try:
             if path.exists():  # published between the check and the claim
                 return None
-            chunks, marks = self.layout.chunks_of(number)
-            before, counted = self._num_bad_so_far(), self.counts()
-            return write_shard(
-                path,
-                self._documents(chunks, marks, touch_and_tick),
-                self.layout.dtype,
-                (chunks[0], chunks[-1]),
-                lambda: self._num_bad_so_far() - before,
-                claim.part,
-                self.layout.channels,
-                lambda: self.counts() - counted,
-                (int(self.layout.add_bos), int(self.layout.add_eos)),
-            )
+            with replaced(path, beside=claim.part, shared=True) as file:
+                return self._write(file, number, touch_and_tick)
         finally:
             claim.release()
+
+    def _write(self, file: BinaryIO, number: int, tick: Tick) -> ShardInfo:
+        layout = self.layout
+        specials = int(layout.add_bos), int(layout.add_eos)
+        shard = ShardWriter(file, layout.dtype, layout.channels, specials)
+        chunks, marks = layout.chunks_of(number)
+        bad_before, counts_before = self._num_bad_so_far(), self.counts()
+        for batch in _batches(self._records(chunks)):
+            documents = self._prepare(batch)
+            tick(len(documents), sum(map(len, documents)))
+            shard.add(documents)
+        # Checked before publishing, so that all shards are made from the same files.
+        for change in changed_files(self.source.root, marks):
+            raise DataError(f"{change}, since {layout.folder} was laid out: build it again")
+        num_bad = self._num_bad_so_far() - bad_before
+        return shard.finish((chunks[0], chunks[-1]), num_bad, self.counts() - counts_before)
 
     def counts(self) -> Counter[str]:
         """Returns what the source left out or truncated so far, as requested."""
@@ -118,17 +123,6 @@ class ShardMaker:
             if characters >= num_characters:
                 return documents, tokens, False
         return documents, tokens, documents < num_documents
-
-    def _documents(
-        self, chunks: Sequence[str], marks: dict[str, FileMark], tick: Tick
-    ) -> Iterator[Ids]:
-        for batch in _batches(self._records(chunks)):
-            documents = self._prepare(batch)
-            tick(len(documents), sum(map(len, documents)))
-            yield from documents
-        # Checked before publishing, so that all shards are made from the same files.
-        for change in changed_files(self.source.root, marks):
-            raise DataError(f"{change}, since {self.layout.folder} was laid out: build it again")
 
     def _records(self, chunks: Sequence[str]) -> Iterator[Record]:
         for chunk in chunks:
@@ -220,8 +214,18 @@ def _size(record: Record) -> int:
     )
 
 
-def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
-    return in_batches(records, _size, BATCH_CHARACTERS, BATCH_DOCUMENTS)
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yields documents that are prepared at once."""
+    batch: list[Record] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        size += _size(record)
+        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 _numbers = itertools.count()

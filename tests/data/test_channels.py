@@ -15,11 +15,12 @@ from overland.data.batch import load_batch
 from overland.data.corpus import Corpus
 from overland.data.lanes import IGNORED
 from overland.data.pack import Packing
-from overland.data.shard import open_shard, write_shard
+from overland.data.shard import open_shard
 from overland.data.sources import open_source
 from overland.errors import DataError
 from overland.training.saving import digests
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
+from tests.data.test_shard import write_shard
 
 
 class Weighted(Numbered):
@@ -86,7 +87,7 @@ def test_a_shard_keeps_channels_and_its_checksum_covers_them(tmp_path: Path) -> 
         document["turn"] = i
     channels = {"weights": "<f4", "turn": "<u2"}
     path = tmp_path / "0.shard"
-    written = write_shard(path, documents, "<u2", ("a", "z"), channels=channels)
+    written = write_shard(path, documents, "<u2", channels)
     shard = open_shard(path)
     shard.verify()
     assert shard.info == written

@@ -1,19 +1,41 @@
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from overland.data.shard import BLOCK_BYTES, Shard, open_shard, read_counts, write_shard
+from overland.data.shard import (
+    BLOCK_BYTES,
+    Shard,
+    ShardInfo,
+    ShardWriter,
+    open_shard,
+    read_counts,
+)
 from overland.errors import DataError
+from overland.files import replaced
 
 DOCUMENTS = [np.arange(5), np.asarray([7]), np.arange(100, 400)]
 
 
+def write_shard(
+    path: Path,
+    documents: Iterable[npt.NDArray[Any]],
+    dtype: str,
+    channels: Mapping[str, str] | None = None,
+) -> ShardInfo:
+    with replaced(path) as file:
+        shard = ShardWriter(file, dtype, channels)
+        for document in documents:
+            shard.add([document])
+        return shard.finish(("a#0", "b#3"), num_bad=2)
+
+
 def write(path: Path, dtype: str = "<u2") -> Path:
-    write_shard(path, iter(DOCUMENTS), dtype, ("a#0", "b#3"), lambda: 2)
+    write_shard(path, DOCUMENTS, dtype)
     return path
 
 
