@@ -1,5 +1,5 @@
-"""Samples that are named arrays, such as an image and its class, and channels next to token ids:
-checks them against the fields that a source declares, and decides how a shard stores a sample.
+"""Samples that are named arrays, such as an image and its class: checks them against the fields
+that a source declares, and decides how a shard stores a sample.
 
 A source of `kind = "arrays"` declares its fields, and each of its documents is a dict with them:
 
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.shard import TOKENS, WEIGHTS
 from overland.errors import DataError
 
 Values = npt.NDArray[Any]
@@ -136,51 +135,6 @@ class Arrays:
 
     def __str__(self) -> str:
         return ", ".join(f"{name} ({field})" for name, field in self.fields.items())
-
-
-def with_channels(document: Any, channels: Mapping[str, str], limit: int) -> Values:
-    """Returns the token ids of a document or, if it has channels, an array with a field for
-    each."""
-    if not channels:
-        return _ids(document, limit)
-    expected = [TOKENS, *channels]
-    if not isinstance(document, Mapping) or set(document) != set(expected):
-        raise Unfit(f"is not a dict of {', '.join(expected)}")
-    ids = _ids(document[TOKENS], limit)
-    joined = np.empty(len(ids), [(TOKENS, ids.dtype), *channels.items()])
-    joined[TOKENS] = ids
-    for name, dtype in channels.items():
-        joined[name] = _channel(document[name], name, np.dtype(dtype), len(ids))
-    return joined
-
-
-def _ids(values: Any, limit: int) -> Values:
-    ids = as_array(values, TOKENS)
-    if not ids.size:
-        raise Unfit("holds no tokens")
-    if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise Unfit(f"is {ids.dtype} of shape {ids.shape}; expected token ids")
-    if ids.min() < 0 or ids.max() >= limit:
-        wrong = ids[(ids < 0) | (ids >= limit)][0]
-        raise Unfit(f"has the id {wrong:,}, which is outside a vocabulary of {limit:,}")
-    return ids
-
-
-def _channel(given: Any, name: str, dtype: np.dtype[Any], num_tokens: int) -> Values:
-    """Returns the elements of a channel in the declared type. Floats may be rounded, but a value
-    that an integer type cannot hold exactly is an error."""
-    values = as_array(given, name)
-    if values.shape != (num_tokens,) or values.dtype.kind not in "biuf":
-        found = f"{values.dtype} of shape {values.shape}"
-        raise Unfit(f"has {name} as {found}; expected a {dtype.name} per token")
-    with np.errstate(invalid="ignore", over="ignore"):
-        stored = values.astype(dtype)
-    if dtype.kind != "f" and (stored != values).any():
-        wrong = values[stored != values][0]
-        raise Unfit(f"has {wrong:,} in {name}; expected a {dtype.name}")
-    if name == WEIGHTS:
-        require_weights(stored, name)
-    return stored
 
 
 def as_array(values: Any, name: str) -> Values:

@@ -27,11 +27,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 
-from overland.data.arrays import Unfit, with_channels
+from overland.data.arrays import Unfit, as_array, require_weights
 from overland.data.layout import CorpusLayout
-from overland.data.shard import ShardInfo, ShardWriter
+from overland.data.shard import TOKENS, WEIGHTS, ShardInfo, ShardWriter
 from overland.data.sources.file_marks import changed_files
 from overland.data.sources.source import BadDocument, Source
 from overland.data.tokenizer import Tokenizer
@@ -153,7 +154,7 @@ class ShardMaker:
                 if layout.arrays is not None:
                     documents.append(layout.arrays.encode(record.document))
                 else:
-                    documents.append(with_channels(record.document, channels, limit))
+                    documents.append(_with_channels(record.document, channels, limit))
             except Unfit as error:
                 self._bad(record, str(error))
         return documents
@@ -203,6 +204,51 @@ class ShardMaker:
 
     def _place(self, chunk: str) -> str:
         return str(self.source.root / chunk)
+
+
+def _with_channels(document: Any, channels: Mapping[str, str], limit: int) -> Ids:
+    """Returns the token ids of a document or, if it has channels, an array with a field for
+    each."""
+    if not channels:
+        return _ids(document, limit)
+    expected = [TOKENS, *channels]
+    if not isinstance(document, Mapping) or set(document) != set(expected):
+        raise Unfit(f"is not a dict of {', '.join(expected)}")
+    ids = _ids(document[TOKENS], limit)
+    joined = np.empty(len(ids), [(TOKENS, ids.dtype), *channels.items()])
+    joined[TOKENS] = ids
+    for name, dtype in channels.items():
+        joined[name] = _channel(document[name], name, np.dtype(dtype), len(ids))
+    return joined
+
+
+def _ids(values: Any, limit: int) -> Ids:
+    ids = as_array(values, TOKENS)
+    if not ids.size:
+        raise Unfit("holds no tokens")
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise Unfit(f"is {ids.dtype} of shape {ids.shape}; expected token ids")
+    if ids.min() < 0 or ids.max() >= limit:
+        wrong = ids[(ids < 0) | (ids >= limit)][0]
+        raise Unfit(f"has the id {wrong:,}, which is outside a vocabulary of {limit:,}")
+    return ids
+
+
+def _channel(given: Any, name: str, dtype: np.dtype[Any], num_tokens: int) -> Ids:
+    """Returns the elements of a channel in the declared type. Floats may be rounded, but a value
+    that an integer type cannot hold exactly is an error."""
+    values = as_array(given, name)
+    if values.shape != (num_tokens,) or values.dtype.kind not in "biuf":
+        found = f"{values.dtype} of shape {values.shape}"
+        raise Unfit(f"has {name} as {found}; expected a {dtype.name} per token")
+    with np.errstate(invalid="ignore", over="ignore"):
+        stored = values.astype(dtype)
+    if dtype.kind != "f" and (stored != values).any():
+        wrong = values[stored != values][0]
+        raise Unfit(f"has {wrong:,} in {name}; expected a {dtype.name}")
+    if name == WEIGHTS:
+        require_weights(stored, name)
+    return stored
 
 
 def _size(record: Record) -> int:
