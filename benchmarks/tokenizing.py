@@ -35,7 +35,7 @@ from overland.apps.data.tokenizer_training import train_tokenizer
 from overland.data.corpus import Corpus
 from overland.data.layout import lay_out
 from overland.data.order import permute
-from overland.data.sources import JsonLines
+from overland.data.sources.jsonl import JsonLines
 from overland.data.tokenizer import Tokenizer
 
 NUM_FILES = 24

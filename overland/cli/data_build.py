@@ -22,7 +22,7 @@ from overland.words import clock, counted_words
 if TYPE_CHECKING:
     from overland.apps.data.build import BuildState, Built
     from overland.config.schema import JobConfig
-    from overland.data.sources import Source
+    from overland.data.sources.source import Source
     from overland.data.tokenizer import Tokenizer
 
 # Options that `overland data inspect` has too.

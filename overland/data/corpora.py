@@ -33,7 +33,7 @@ from overland.data.learned_tokens import Changes, changed_keys, in_words
 from overland.data.plan import ChangedSource
 from overland.data.sampler import AnyCorpus
 from overland.data.sft import writer_for
-from overland.data.sources import Source
+from overland.data.sources.source import Source
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
 from overland.data.wanted import WantedSource, sources_of, taken_by_model
 from overland.errors import ChoiceRequired, DataError

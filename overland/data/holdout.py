@@ -29,8 +29,8 @@ from overland.data.layout import read_layout
 from overland.data.plan import check_same_holdout, kept_plan
 from overland.data.registry import is_built_in
 from overland.data.shard import limit_of
-from overland.data.sources import Source
 from overland.data.sources.file_marks import FileMark, has_mark, marks_of_files
+from overland.data.sources.source import Source
 from overland.data.wanted import (
     CHOICES,
     VALIDATION,

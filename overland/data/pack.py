@@ -55,8 +55,8 @@ def cut(lengths: Array, seq_len: int, packing: Packing, last_block: LastBlock) -
         return Concatenated(lengths, seq_len, last_block)
     if packing == "overflow":
         return Overflowing(lengths, seq_len)
-    if packing == "trunc":
-        return Truncated(lengths, seq_len)
+    if packing == "trunc":  # so short that nothing continues in another block
+        return Overflowing(np.minimum(lengths, seq_len + 1), seq_len)
     return BestFit(lengths, seq_len)
 
 
@@ -107,19 +107,6 @@ class Overflowing:
     def shares_last(self, blocks: Array) -> npt.NDArray[np.bool_]:
         pieces = self.pieces(blocks)
         return pieces.stop < self.lengths[pieces.document]
-
-
-class Truncated:
-    def __init__(self, lengths: Array, seq_len: int) -> None:
-        self.lengths, self.seq_len = lengths, seq_len
-        self.num_blocks = len(lengths)
-
-    def pieces(self, blocks: Array) -> Pieces:
-        stop = np.minimum(self.lengths[blocks], self.seq_len + 1)
-        return Pieces(np.arange(len(blocks)), blocks, np.zeros_like(blocks), stop)
-
-    def shares_last(self, blocks: Array) -> npt.NDArray[np.bool_]:
-        return np.zeros(len(blocks), bool)
 
 
 class BestFit:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from overland.data.sources import Source, as_source
+from overland.data.sources.source import Source, as_source
 from overland.errors import DataError
 from overland.plugins import plugin
 

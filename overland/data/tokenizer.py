@@ -166,16 +166,6 @@ class Tokenizer:
             self.path, add_bos=add_bos, add_eos=self.add_eos, new_tokens=self.new_tokens
         )
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Encodes a text as the beginning of a document, for a model to continue. An empty prompt
-        becomes the end of a previous document."""
-        ids = [*self._before, *self.encode(text)]
-        if not ids and self.eos_id is None:
-            raise DataError(
-                f"{self.path} has no BOS or EOS token to begin an empty prompt with: give some text"
-            )
-        return ids or [self.eos_id]  # type: ignore[list-item]
-
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without BOS and EOS."""
         ids: list[int] = self._encode_batch([text])[0].tolist()

@@ -12,9 +12,10 @@ from overland.data.lanes import ImageSet
 from overland.data.layout import is_corpus
 from overland.data.registry import MADE, RANDOM, is_built_in, registered
 from overland.data.sft import conversations_of
-from overland.data.sources import Source, open_source
+from overland.data.sources import open_source
 from overland.data.sources.columns import WHOLE, NoColumn
 from overland.data.sources.image_files import WANTED, ArrayList, is_array_list, listed_files
+from overland.data.sources.source import Source
 from overland.data.sources.text import CSV_SUFFIXES
 from overland.errors import ChoiceRequired, DataError, OverlandError
 from overland.models.flops import SampleFields, sample_fields

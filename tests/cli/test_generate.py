@@ -220,7 +220,7 @@ def test_names_of_special_tokens_are_those_of_transformers(chat: Path) -> None:
     begins = Tokenizer(chat / "tokenizer.json", add_bos=True)
     assert encode_prompt(begins, "a <|im_end|>")[0] == begins.bos_id
     bos = begins.pieces([begins.bos_id or 0])[0]
-    assert encode_prompt(begins, f"{bos}a") == begins.encode_prompt("a")
+    assert encode_prompt(begins, f"{bos}a") == encode_prompt(begins, "a")
     how = [chat, "Hi<|im_end|>", "--temperature", 0]
     assert records(*how) != records(*how, "--no-parse-specials")
 

@@ -15,9 +15,9 @@ from overland.apps.data.build import build
 from overland.apps.data.tokenizer_training import train_tokenizer
 from overland.data.corpus import Corpus
 from overland.data.layout import lay_out, read_layout
-from overland.data.sources import Document, JsonLines, Kind
 from overland.data.sources.file_marks import digest_of
-from overland.data.sources.source import Source, Tokens
+from overland.data.sources.jsonl import JsonLines
+from overland.data.sources.source import Document, Kind, Source, Tokens
 from overland.data.tokenizer import Tokenizer
 
 WORDS = ["the", "a", "train", "went", "over", "land", "and", "sea", "with", "tokens"]

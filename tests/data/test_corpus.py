@@ -14,7 +14,8 @@ from overland.data import shard as shard_module
 from overland.data.corpus import Corpus
 from overland.data.layout import lay_out
 from overland.data.sampler import Sampler
-from overland.data.sources import Document, Source, open_source
+from overland.data.sources import open_source
+from overland.data.sources.source import Document, Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of

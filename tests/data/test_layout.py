@@ -11,7 +11,8 @@ import pytest
 from overland.apps.data.build import build
 from overland.data.layout import lay_out, read_layout, source_changes
 from overland.data.shard_maker import ShardMaker
-from overland.data.sources import JsonLines, open_source
+from overland.data.sources import open_source
+from overland.data.sources.jsonl import JsonLines
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from overland.apps.evaluation.prompts import encode_prompt
 from overland.config.schema import JobConfig
 from overland.data.corpora import Preparer
 from overland.data.prepare import tokenizer_for
@@ -77,7 +78,7 @@ def test_bos_comes_as_the_tokenizer_itself_has_it(folders: dict[str, Path], tmp_
         assert tokenizer.add_bos
         assert "convention" in tokenizer.bos_because
         assert tokenizer.encode_documents(["a"])[0][0] == tokenizer.bos_id
-        assert tokenizer.encode_prompt("a") == [tokenizer.bos_id, *tokenizer.encode("a")]
+        assert encode_prompt(tokenizer, "a") == [tokenizer.bos_id, *tokenizer.encode("a")]
         assert tokenizer.fingerprint == Tokenizer(folders[kind], add_bos=True).fingerprint
         told = shutil.copytree(folders[kind], tmp_path / kind)
         (told / "tokenizer_config.json").write_text('{"add_bos_token": false}')
@@ -87,7 +88,7 @@ def test_bos_comes_as_the_tokenizer_itself_has_it(folders: dict[str, Path], tmp_
         assert pickle.loads(pickle.dumps(tokenizer)).add_bos
     without = Tokenizer(folders["tokenizer.json"])
     assert not without.add_bos
-    assert without.encode_prompt("") == [without.eos_id]
+    assert encode_prompt(without, "") == [without.eos_id]
 
 
 def test_no_text_becomes_a_special_token(folder: Path) -> None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from overland.apps.evaluation.prompts import encode_prompt
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_encoders import SPLIT
 from overland.errors import DataError
@@ -153,9 +154,9 @@ def test_an_end_that_is_nowhere_named_is_asked_for(folder: Path) -> None:
         Tokenizer(folder)
     bare = pickle.loads(pickle.dumps(Tokenizer(folder, add_eos=False)))
     assert bare.eos_id is None
-    assert bare.encode_documents(["a train"])[0].tolist() == bare.encode_prompt("a train")
+    assert bare.encode_documents(["a train"])[0].tolist() == encode_prompt(bare, "a train")
     with pytest.raises(DataError, match="no BOS or EOS token to begin an empty prompt"):
-        bare.encode_prompt("")
+        encode_prompt(bare, "")
     for wrong in (7, ["</s>"], {"content": 7}):
         configure(folder, eos_token=wrong)
         with pytest.raises(DataError, match=r" as eos_token; expected the text of a token"):

@@ -10,7 +10,7 @@ import pytest
 from overland.config.schema import JobConfig
 from overland.data.holdout import check_held_out
 from overland.data.layout import lay_out
-from overland.data.sources import Document
+from overland.data.sources.source import Document
 from overland.data.wanted import held_out_sources, sources_of
 from overland.errors import DataError
 from tests.data.making import lines_of, tokenizer_in, write_lines

@@ -16,9 +16,9 @@ from overland.data.holdout import check_countable
 from overland.data.layout import CorpusLayout, group, policy_of, weigh
 from overland.data.sampler import AnyCorpus
 from overland.data.shard_maker import ShardMaker
-from overland.data.sources import Source
 from overland.data.sources.file_marks import FileMark
 from overland.data.sources.image_files import ArrayList
+from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.wanted import WantedSource
 from overland.errors import DataError

@@ -11,9 +11,8 @@ from overland.config.derived import model_name
 from overland.config.schema import Data as Settings
 from overland.config.schema import JobConfig
 from overland.data.arrays import require_fields
-from overland.data.sources import Source
 from overland.data.sources.file_marks import digest_of
-from overland.data.sources.source import BadDocument
+from overland.data.sources.source import BadDocument, Source
 from overland.data.tokenizer_encoders import need_for_text
 from overland.data.wanted import CHOICES, WantedSource, taken_by_model
 from overland.errors import DataError

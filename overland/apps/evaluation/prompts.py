@@ -89,14 +89,22 @@ def _is_piped() -> bool:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, parse_specials: bool = True) -> list[int]:
-    """Returns the ids of a text to continue. The names of special tokens in it stand for the
-    tokens, as in transformers, unless told otherwise; a BOS that is written out is not doubled."""
+    """Returns the ids of a text as the beginning of a document, for a model to continue. The names
+    of special tokens in it stand for the tokens, as in transformers, unless told otherwise; a BOS
+    that is written out is not doubled. An empty prompt becomes the end of a previous document."""
     pieces = split_specials(text, tokenizer.specials) if parse_specials else ()
-    if not any(isinstance(piece, int) for piece in pieces):
-        return tokenizer.encode_prompt(text)
-    ids: list[int] = tokenizer.encode_pieces(pieces)[0].tolist()
-    begins = tokenizer.add_bos and tokenizer.bos_id is not None and ids[0] != tokenizer.bos_id
-    return [tokenizer.bos_id, *ids] if begins else ids  # type: ignore[list-item]
+    if any(isinstance(piece, int) for piece in pieces):
+        ids: list[int] = tokenizer.encode_pieces(pieces)[0].tolist()
+    else:
+        ids = tokenizer.encode(text)
+    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        ids = [tokenizer.bos_id, *ids]
+    if not ids and tokenizer.eos_id is None:
+        raise DataError(
+            f"{tokenizer.path} has no BOS or EOS token to begin an empty prompt with: give some "
+            "text"
+        )
+    return ids or [tokenizer.eos_id]  # type: ignore[list-item]
 
 
 def check_prompts(prompts: Iterable[Prompt]) -> None:

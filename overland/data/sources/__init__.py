@@ -15,30 +15,11 @@ from overland.data.sources.compression import bare_suffix
 from overland.data.sources.huggingface import choose_split, read_together, saved_files, select_files
 from overland.data.sources.jsonl import JSON_SUFFIXES, JsonLines
 from overland.data.sources.numpy_tokens import NumpyTokens
-from overland.data.sources.source import (
-    Document,
-    FileSource,
-    Kind,
-    LeftOut,
-    Source,
-    as_source,
-    walk,
-)
+from overland.data.sources.source import FileSource, LeftOut, walk
 from overland.data.sources.text import CSV_SUFFIXES, TEXT_SUFFIXES, CsvRows, TextFolder, header
 from overland.errors import DataError
 from overland.files import read_json
 from overland.plugins import plugin
-
-__all__ = [
-    "Document",
-    "FileSource",
-    "JsonLines",
-    "Kind",
-    "Source",
-    "TextFolder",
-    "as_source",
-    "open_source",
-]
 
 INDEX = "index.json"  # of MDS shards
 SUFFIXES = {

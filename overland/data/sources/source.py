@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from overland.data.sources.file_marks import FileMark, changed_files, digest_of, marks_of_files
 from overland.errors import DataError
+from overland.words import number_of
 
 Kind = Literal["text", "tokens", "arrays", "records"]
 Tokens: TypeAlias = npt.NDArray[np.int64]
@@ -238,11 +239,11 @@ class FileSource(Source):
         return self.root / self.files[0] if len(self.files) == 1 else self.root
 
     def chunks(self) -> list[str]:
-        return [chunk for file in self.files for chunk in self._parts(file)]
-
-    def _parts(self, file: str) -> list[str]:
-        count = self.num_parts.get(file)
-        return [file] if count is None else [f"{file}#{part}" for part in range(count)]
+        chunks: list[str] = []
+        for file in self.files:
+            count = self.num_parts.get(file)
+            chunks += [file] if count is None else [f"{file}#{part}" for part in range(count)]
+        return chunks
 
     def files_of(self, chunk: str) -> list[str]:
         file, part = split_part(chunk)
@@ -317,8 +318,7 @@ class LeftOut:
         if not self.count:
             return ""
         more = f" and {self.count - SHOWN:,} more" if self.count > SHOWN else ""
-        files = "file" if self.count == 1 else "files"
-        return f"{self.count:,} {files} not read: {', '.join(self.shown)}{more}"
+        return f"{number_of(self.count, 'file')} not read: {', '.join(self.shown)}{more}"
 
 
 def walk(root: Path, left_out: LeftOut) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from overland.apps.data.summary import document_hash
-from overland.data.sources import Document, FileSource
+from overland.data.sources.source import Document, FileSource
 from tests.cli.processes import ROOT
 
 HERE = Path(__file__).parents[1] / "fixtures"

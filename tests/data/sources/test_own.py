@@ -2,7 +2,7 @@
 
 import pytest
 
-from overland.data.sources import Source, as_source
+from overland.data.sources.source import Source, as_source
 from overland.errors import DataError
 
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from overland.data.sources import JsonLines, TextFolder, open_source
+from overland.data.sources import open_source
+from overland.data.sources.jsonl import JsonLines
+from overland.data.sources.text import TextFolder
 from overland.errors import DataError
 from tests.data.sources.samples import read_all
 
