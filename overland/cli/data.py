@@ -66,33 +66,29 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Read a corpus once and summarize what it holds."""
-    from overland.apps.data.summary import TokenCount, document_hash, summarize
+    from overland.apps.data.summary import document_hash, summarize
     from overland.data.sources.source import BadDocument
 
     found: list[str] = []
     keep = found.append if as_json else print
     import_sources(custom_import)
     source = source_at(path, column, subset, split, dtype, skip_bad)
-    count = None
+    encode = None
     if tokenizer is not None and source.kind == "text":
         from overland.data.tokenizer import Tokenizer
 
-        count = TokenCount(Tokenizer(tokenizer.expanduser()).encode_documents)
+        encode = Tokenizer(tokenizer.expanduser()).encode_documents
 
     def each(document: Document) -> None:
         if hashes:
             keep(document_hash(document))
-        if count is not None:
-            count.add(str(document))
 
     visible = not hashes or as_json or not sys.stdout.isatty()
     with progress_bar("chunks", visible=visible) as bar:
         try:
-            summary = summarize(source, samples, each, bar)
+            summary = summarize(source, samples, each, bar, encode)
         except BadDocument as error:
             raise BadDocument(f"{error}; --skip-bad skips it") from None
-    if count is not None:
-        summary.num_tokens = count.finish()
     if as_json:
         print(
             json.dumps({"path": path, **summary.to_json(), **({"hashes": found} if hashes else {})})

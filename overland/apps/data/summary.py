@@ -17,6 +17,8 @@ from overland.data.sources.source import Document, Source
 from overland.errors import DataError
 from overland.words import number_of
 
+ENCODED_AT_ONCE = 256  # documents whose tokens are counted together
+
 
 @dataclass
 class SourceSummary:
@@ -83,34 +85,24 @@ class SourceSummary:
         }
 
 
-class TokenCount:
-    """Counts tokens, a batch of documents at a time."""
-
-    AT_ONCE = 256
-
-    def __init__(self, encode: Callable[[list[str]], Sequence[Sized]]) -> None:
-        self._encode, self._texts, self._total = encode, list[str](), 0
-
-    def add(self, text: str) -> None:
-        self._texts.append(text)
-        if len(self._texts) == self.AT_ONCE:
-            self.finish()
-
-    def finish(self) -> int:
-        self._total += sum(map(len, self._encode(self._texts))) if self._texts else 0
-        self._texts = []
-        return self._total
-
-
 def summarize(
     source: Source,
     num_samples: int = 0,
     each: Callable[[Document], None] = lambda document: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    encode: Callable[[list[str]], Sequence[Sized]] | None = None,
 ) -> SourceSummary:
-    """Reads a whole source in order, and calls `each` with every document."""
+    """Reads a whole source in order, and calls `each` with every document; `encode` is of the
+    tokenizer that counts the tokens of text."""
     chunks = source.chunks()
     summary = SourceSummary(source, len(chunks))
+    texts: list[str] = []
+
+    def count_tokens() -> None:
+        if encode is not None and texts:
+            summary.num_tokens = (summary.num_tokens or 0) + sum(map(len, encode(texts)))
+            texts.clear()
+
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
         before = summary.num_documents + source.num_bad
@@ -119,10 +111,15 @@ def summarize(
                 summary.samples.append(document)
             summary.add(document)
             each(document)
+            if encode is not None and isinstance(document, str):
+                texts.append(document)
+            if len(texts) == ENCODED_AT_ONCE:
+                count_tokens()
         found = summary.num_documents + source.num_bad - before
         expected = source.num_documents(chunk)
         if expected is not None and found != expected:
             raise DataError(f"{chunk} has {found:,} documents, but {expected:,} were expected")
+    count_tokens()
     summary.num_bad = source.num_bad
     if not summary.num_documents:
         bad = f", {number_of(summary.num_bad, 'bad one')} skipped" if summary.num_bad else ""

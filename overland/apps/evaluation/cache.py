@@ -15,8 +15,8 @@ graph. If possible, the decoder is run with a few fused kernels there (written_o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -46,7 +46,8 @@ class CachedPass:
     """Length of each row before the pass."""
     seen: int
     """Upper bound on the length of any row after the pass."""
-    plain: Mask | None = None
+    plain: Mapping[int | None, Mask] = field(default_factory=dict)
+    """The masks of a pass that starts rows, by the window of a layer."""
 
 
 class CachedAttention(nn.Module):
@@ -65,8 +66,7 @@ class CachedAttention(nn.Module):
         if mask.is_start:
             k_BKTd[:, :, : k_BKSd.shape[2]] = k_BKSd
             v_BKTd[:, :, : v_BKSd.shape[2]] = v_BKSd
-            assert mask.plain is not None
-            out: Tensor = self.plain(q_BHSd, k_BKSd, v_BKSd, mask.plain)
+            out: Tensor = self.plain(q_BHSd, k_BKSd, v_BKSd, mask.plain[self.window])
             return out
         rows_B = torch.arange(q_BHSd.shape[0], device=q_BHSd.device)
         k_BKTd[rows_B, :, mask.lengths_B] = k_BKSd[:, :, 0]
@@ -89,14 +89,9 @@ class CachedMasks(nn.Module):
     def forward(
         self, x_BSD: Tensor, seq_len: int, documents_BS: Tensor | None
     ) -> dict[int | None, CachedPass]:
-        now = self.current
-        if not now.is_start:
-            return dict.fromkeys(self.plain.windows, now)
-        masks = self.plain(x_BSD, seq_len, documents_BS)
-        return {
-            window: CachedPass(True, now.rows, now.lengths_B, now.seen, mask)
-            for window, mask in masks.items()
-        }
+        if self.current.is_start:
+            self.current.plain = self.plain(x_BSD, seq_len, documents_BS)
+        return dict.fromkeys(self.plain.windows, self.current)
 
 
 class CachedDecoder:

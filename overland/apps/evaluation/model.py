@@ -157,14 +157,10 @@ def _in_run(run: Path, checkpoint: Path | None, given: Given) -> Found:
     checkpoint = _checkpoint_of(run, config.checkpoint, checkpoint, given.step)
     architecture = model_config(config.model)
     _require_text(architecture, run)
-    lora = config.lora
-    if lora.base != "nf4":  # so that all weights have one dtype
-        lora = lora.model_copy(update={"base": "float32"})
-    # float8 is only for training, since all rows of a batch share its scales.
-    training = config.training.model_copy(
-        update={"float8": "off", "mixed_precision_param": "float32"}  # the caller casts
-    )
-    as_built = config.model_copy(update={"lora": lora, "training": training})
+    # float8 is only for training, since all rows of a batch share its scales. The caller casts.
+    changes = {"training.float8": "off", "training.mixed_precision_param": "float32"}
+    if config.lora.base != "nf4":  # so that all weights have one dtype
+        changes["lora.base"] = "float32"
     tokenizer = _tokenizer(given, partial(_own_tokenizer, run, config.data))
     context = config.training.seq_len
     if config.checkpoint.initial_load_path is not None:  # maybe trained on longer sequences before
@@ -174,7 +170,7 @@ def _in_run(run: Path, checkpoint: Path | None, given: Given) -> Found:
         read_marker(checkpoint)["step"],
         config,
         architecture,
-        lambda: build_undivided(architecture, as_built),
+        lambda: build_undivided(architecture, config.having(changes)),
         RunWeights(checkpoint, given.base),
         tokenizer,
         context,

@@ -68,12 +68,9 @@ class Done:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Done | None:
         """Returns None for a record that is not a finished part."""
-        try:
-            values = {name: record[name] for name in Sums.__dataclass_fields__}
-            part = record["part"]
-        except KeyError:
-            return None
-        numbers = [one for one in (part, *values.values()) if one is not None]
+        values = {name: record.get(name, math.nan) for name in Sums.__dataclass_fields__}
+        part = record.get("part", math.nan)
+        numbers = [part, *(one for one in values.values() if one is not None)]
         if not all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
             return None
         return cls(int(part), Sums(**values))

@@ -123,12 +123,11 @@ def open_on_ranks(
 
 
 def _mesh(world: World, device: torch.device, shard: bool, tensor_parallel: int) -> Mesh:
-    settings = JobConfig().parallelism.model_copy(
-        update={
-            "tensor_parallel_degree": tensor_parallel,
-            "sharding_stage": "zero3" if shard else "zero0",
-        }
-    )
+    asked = {
+        "parallelism.tensor_parallel_degree": tensor_parallel,
+        "parallelism.sharding_stage": "zero3" if shard else "zero0",
+    }
+    settings = JobConfig().having(asked).parallelism
     return build_mesh(resolve_degrees(settings, world.size, world.local_size), device.type)
 
 
@@ -144,7 +143,11 @@ def _require_even(architecture: Any, tensor_parallel: int) -> None:
 def _config(dtype: torch.dtype) -> JobConfig:
     """Returns the config for parallelizing a model without training it."""
     name = str(dtype).removeprefix("torch.")
-    config = JobConfig.model_validate({"compile": {"enable": False}})
-    training = config.training.model_copy(update={"dtype": name, "mixed_precision_param": name})
-    recompute = config.activation_checkpoint.model_copy(update={"mode": "none"})
-    return config.model_copy(update={"training": training, "activation_checkpoint": recompute})
+    return JobConfig().having(
+        {
+            "compile.enable": False,
+            "training.dtype": name,
+            "training.mixed_precision_param": name,
+            "activation_checkpoint.mode": "none",
+        }
+    )

@@ -208,7 +208,7 @@ def choose_files(wanted: Wanted, repo: Repo, commit: str, files: dict[str, HubFi
     elif wanted.kind == "model":
         names = choose_model(names)
     elif wanted.kind == "tokenizer":
-        names = choose_tokenizer(names)
+        names = [name for name in names if any(_matches(name, one) for one in TOKENIZER)]
     if not names:
         raise HubError(f"{where} has no {wanted.kind} files; see {repo.page}/tree/{commit}")
     if wanted.subsets and "README.md" in files:
@@ -248,10 +248,6 @@ def choose_model(names: Iterable[str]) -> list[str]:
     left_out = {suffix for kind in kinds[1:] for suffix in kind} | set(FOREIGN if kinds else ())
     chosen = [name for name in names if _weights(name) not in left_out]
     return [name for name in chosen if not _is_second_copy(name, chosen)]
-
-
-def choose_tokenizer(names: Iterable[str]) -> list[str]:
-    return [name for name in names if any(_matches(name, pattern) for pattern in TOKENIZER)]
 
 
 def choose_included(names: Sequence[str], patterns: Sequence[str], where: str) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from overland.apps.hub.repo import SECONDS, Repo, connect, hub_errors, list_files, open_repo
 from overland.apps.hub.secrets import refuse_secret_files
@@ -48,6 +48,7 @@ def push(
     client = connect(repo)
     if not repo.token:
         raise HubError("HF_TOKEN is not set: to push, set it to a token with write access")
+    from huggingface_hub import CommitOperationAdd, constants
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     enable_progress_bars() if bars else disable_progress_bars()
@@ -61,8 +62,18 @@ def push(
             )
         if revision is not None:
             client.create_branch(name, repo_type=repo_type, branch=revision, exist_ok=True)
-        commit = upload(client, repo, folder, files, revision, message)
-        there = list_files(repo, commit)
+        # With hf_xet installed, the client uploads large files with Xet without checking that the
+        # Hub supports it; if it does not, plain LFS is used.
+        if not constants.HF_HUB_DISABLE_XET and not speaks_xet(repo, revision or "main"):
+            constants.HF_HUB_DISABLE_XET = True
+        done = client.create_commit(
+            name,
+            [CommitOperationAdd(path_in_repo=one, path_or_fileobj=folder / one) for one in files],
+            commit_message=message or f"Add {number_of(len(files), 'file')}",
+            repo_type=repo_type,
+            revision=revision,
+        )
+        there = list_files(repo, str(done.oid))
     wrong = [one for one in files if one not in there or there[one].problem(folder / one)]
     if wrong:
         raise HubError(
@@ -70,34 +81,7 @@ def push(
             "check whether a .gitignore there excludes files"
         )
     sizes = {one: there[one].size for one in files}
-    return Pushed(commit, f"{repo.page}/tree/{revision or 'main'}", sizes)
-
-
-def upload(
-    client: Any,
-    repo: Repo,
-    folder: Path,
-    files: list[str],
-    revision: str | None,
-    message: str | None,
-) -> str:
-    from huggingface_hub import CommitOperationAdd, constants
-
-    # With hf_xet installed, the client uploads large files with Xet without checking that the Hub
-    # supports it; if it does not, plain LFS is used.
-    if not constants.HF_HUB_DISABLE_XET and not speaks_xet(repo, revision or "main"):
-        constants.HF_HUB_DISABLE_XET = True
-    additions = [
-        CommitOperationAdd(path_in_repo=one, path_or_fileobj=folder / one) for one in files
-    ]
-    done = client.create_commit(
-        repo.name,
-        additions,
-        commit_message=message or f"Add {number_of(len(files), 'file')}",
-        repo_type=repo.type,
-        revision=revision,
-    )
-    return str(done.oid)
+    return Pushed(str(done.oid), f"{repo.page}/tree/{revision or 'main'}", sizes)
 
 
 def speaks_xet(repo: Repo, revision: str) -> bool:

@@ -123,11 +123,7 @@ def write_snapshot(folder: Path, snapshot: HubSnapshot) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = {
         "version": VERSION,
-        "type": snapshot.type,
-        "name": snapshot.name,
-        "revision": snapshot.revision,
-        "commit": snapshot.commit,
-        "requests": snapshot.requests,
+        **vars(snapshot),
         "files": {name: [entry.size, entry.hash] for name, entry in sorted(snapshot.files.items())},
     }
     replace_file(path, json.dumps(tree, indent=1), shared=True)

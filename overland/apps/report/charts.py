@@ -126,16 +126,13 @@ def charts_of(runs: Sequence[RunReport]) -> list[Chart]:
         for number, run in enumerate(runs):
             chart.lines += _logged(run, number, chart.id, len(runs) > 1)
     rare = ("skipped_steps", "empty_steps", "skipped_documents")
-    charts += [one for one in usual if one.id not in rare or _is_ever_above_zero(one)]
-    return [chart for chart in [*charts, *_others(runs), *_scores(runs)] if _has_points(chart)]
-
-
-def _is_ever_above_zero(chart: Chart) -> bool:
-    return any((line.values > 0).any() for line in chart.lines)
-
-
-def _has_points(chart: Chart) -> bool:
-    return any(len(line.steps) or line.odd for line in chart.lines)
+    charts += [
+        one
+        for one in usual
+        if one.id not in rare or any((line.values > 0).any() for line in one.lines)
+    ]
+    found = [*charts, *_others(runs), *_scores(runs)]
+    return [one for one in found if any(len(line.steps) or line.odd for line in one.lines)]
 
 
 def _loss(runs: Sequence[RunReport]) -> Chart:

@@ -9,13 +9,13 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from overland.apps.watch.files import object_in
 from overland.apps.watch.history import is_step
 from overland.cluster.supervise.events import Tail
 from overland.run_folder import METRICS, UNDONE
@@ -153,16 +153,10 @@ def parse(lines: Iterable[bytes]) -> list[Record]:
     lines = [line for line in lines if line]
     try:  # parsing all lines at once takes half the time
         values = json.loads(b"[" + b",".join(lines) + b"]")
-        values = values if len(values) == len(lines) else list(map(_parse_line, lines))
+        values = values if len(values) == len(lines) else list(map(object_in, lines))
     except (ValueError, RecursionError):
-        values = list(map(_parse_line, lines))
+        values = list(map(object_in, lines))
     return [record for value in values if (record := _record(value)) is not None]
-
-
-def _parse_line(line: bytes) -> Any:
-    with suppress(ValueError, RecursionError):
-        return json.loads(line)
-    return None  # truncated by a kill or a full disk
 
 
 def _record(value: Any) -> Record | None:

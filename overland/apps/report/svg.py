@@ -49,10 +49,6 @@ def alone(name: str | int) -> str:
     return NAMED[name] if isinstance(name, str) else PALETTE[name % len(PALETTE)]
 
 
-def color_of(line: Line, paint: Paint) -> str:
-    return paint("lost") if line.color == LOST else paint(line.color)
-
-
 def chart_svg(chart: Chart, paint: Paint = alone) -> str:
     """Returns a chart as an SVG with title, legend and axes."""
     shown = [(line, *thinned(line.steps, line.values, MOST_POINTS)) for line in chart.lines
@@ -85,7 +81,7 @@ def chart_svg(chart: Chart, paint: Paint = alone) -> str:
     )
     across, named = float(LEFT), set()
     for line, steps, values in shown:
-        color = color_of(line, paint)
+        color = paint("lost" if line.color == LOST else line.color)
         parts.append(_path(line, x_of(steps), y_of(values), color))
         if line.name not in named and across < WIDTH - 60:
             named.add(line.name)
