@@ -1,5 +1,6 @@
 """What a running job asks of Slurm: its nodes, state and time limit, to requeue it (a few times at
-most), to exclude bad nodes from waiting jobs, and srun on chosen nodes.
+most), to exclude bad nodes from waiting jobs (but not so many that these cannot start), and srun on
+chosen nodes.
 """
 
 from __future__ import annotations

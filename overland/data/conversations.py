@@ -1,5 +1,6 @@
 """Converts records of fine-tuning datasets to conversations: detects their shape (`sft.shape`) from
-the columns, and reads roles, turns, `tools`, pairs of answers, and weights of single turns.
+the columns, and reads roles, turns, `tools`, pairs of answers (what both begin with is their
+prompt), and weights of single turns.
 
 The shape of a dataset is detected from the columns of its records; `sft.shape` overrides it.
 

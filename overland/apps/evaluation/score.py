@@ -1,4 +1,5 @@
-"""Log-likelihoods of continuations, with shared prefixes computed only once.
+"""Log-likelihoods of continuations, with shared prefixes computed only once, and with fewer rows at
+a time if memory runs out.
 
 A sequence is a context and its continuation. When sorted, sequences with a common prefix are
 neighbors: the answers to a question, and all questions after the same examples. They are packed

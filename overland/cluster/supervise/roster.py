@@ -1,5 +1,5 @@
-"""Decides which nodes of an allocation train and which are spares, after how many faults (strikes)
-a node is excluded, and which ones the chain's waiting jobs avoid.
+"""Decides which nodes of an allocation train and which are spares, and after how many faults
+(strikes) a node is excluded, here and from the chain's waiting jobs.
 """
 
 from __future__ import annotations
