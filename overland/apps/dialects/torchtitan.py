@@ -37,7 +37,7 @@ def translate_torchtitan(
         if key in SPECIAL:
             SPECIAL[key](draft, key, entry)
         elif key in CHANGED:
-            draft.change(key, entry, CHANGED[key](entry.value), HARMLESS)
+            draft.change(key, entry, CHANGED[key](entry.value) or {}, HARMLESS)
         elif key in RENAMED:
             draft.move(key, RENAMED[key], entry.value, entry)
         elif key in REFUSED:
@@ -64,18 +64,19 @@ def todays_key(path: KeyPath) -> KeyPath:
 
 def _is_old(path: KeyPath, entry: Entry) -> bool:
     key = ".".join(path)
-    if key in BY_VALUE:
-        return BY_VALUE[key](entry.value)
+    if key in CHANGED and CHANGED[key](entry.value) is None:
+        return False
     tables = (SPECIAL, CHANGED, RENAMED, REFUSED, IGNORED, (WEIGHTS_IN_HF,))
     listed = any(key in table for table in tables) or path[0] in REFUSED_SECTIONS
     return listed or bool(reason_for(path, IGNORED_SECTIONS))
 
 
-def _flavor(flavor: str) -> dict[str, Any]:
+def _flavor(flavor: Any) -> dict[str, Any] | None:
     """Returns what 8B_flex and 8B_varlen are: 8B with attention within documents."""
-    size, _, kind = flavor.removesuffix("_attn").rpartition("_")
-    backend = {"flex": "flex", "varlen": "auto"}[kind]
-    return {"model.flavor": size, "model.attention": backend, "data.document_mask": True}
+    size, _, kind = str(flavor).removesuffix("_attn").rpartition("_")
+    backend = {"flex": "flex", "varlen": "auto"}.get(kind)
+    today = {"model.flavor": size, "model.attention": backend, "data.document_mask": True}
+    return today if backend else None
 
 
 def _tokenizer_folder(file: Any) -> dict[str, Any]:
@@ -155,10 +156,19 @@ def _names(value: Any) -> list[str]:
 
 OLD_NAMES = {"llama": "llama2", "llama3_ft": "llama3"}
 
-# Key -> what became of it, from its value; nothing if that is what happens anyway.
-CHANGED: dict[str, Callable[[Any], dict[str, Any]]] = {
+SWITCHES = (
+    "training.enable_float8_linear", "training.enable_fp8_linear", "training.fp8_linear",
+    "float8.enable_float8_linear",
+)  # fmt: skip
+
+# Key -> what became of it, from its value; nothing if that is what happens anyway, and None if a
+# key that still exists has a value that it still may have.
+CHANGED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
+    **dict.fromkeys(SWITCHES, lambda on: FLOAT8 if on else {}),
     "model.flavor": _flavor,
-    "model.name": lambda name: {"model.name": OLD_NAMES[name]},
+    "model.name": lambda name: (
+        {"model.name": OLD_NAMES[name]} if is_one_of(name, OLD_NAMES) else None
+    ),
     # rmsnorm, fused_rmsnorm and compiled_rmsnorm compute the same; the model refuses unknown norms.
     "model.norm_type": lambda norm: (
         {} if str(norm).endswith("rmsnorm") else {"model.overrides.norm_type": norm}
@@ -167,35 +177,22 @@ CHANGED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "metrics.enable_color_printing": lambda on: {
         "metrics.disable_color_printing": not on if isinstance(on, bool) else on
     },
-    "training.enable_float8_linear": lambda on: FLOAT8 if on else {},
-    "training.enable_fp8_linear": lambda on: FLOAT8 if on else {},
-    "training.fp8_linear": lambda on: FLOAT8 if on else {},
-    "float8.enable_float8_linear": lambda on: FLOAT8 if on else {},
     "training.checkpoint_folder": lambda folder: (  # the first versions saved nothing without one
         {"checkpoint.enable": False} if folder == "" else {"checkpoint.folder": folder}
     ),
-    "activation_checkpoint.selective_ac_option": lambda every: {
-        "activation_checkpoint.selective_ac_option": str(every)
-    },
+    "activation_checkpoint.selective_ac_option": lambda every: (
+        {"activation_checkpoint.selective_ac_option": str(every)} if type(every) is int else None
+    ),
     # Copies always go through pinned memory here.
-    "checkpoint.async_mode": lambda _: {"checkpoint.async_mode": "async"},
+    "checkpoint.async_mode": lambda mode: (
+        {"checkpoint.async_mode": "async"} if mode == "async_with_pinned_mem" else None
+    ),
 }
-SWITCHES = frozenset(key for key in CHANGED if key.endswith(("float8_linear", "fp8_linear")))
 
 SPECIAL: dict[str, Callable[[Draft, str, Entry], None]] = {
     "model.converters": _converters,
     "checkpoint.interval_type": _interval_type,
     "checkpoint.exclude_from_loading": _exclude_from_loading,
-}
-
-# Keys that still exist: only these of their values are old.
-BY_VALUE: dict[str, Callable[[Any], bool]] = {
-    "model.flavor": lambda v: (
-        isinstance(v, str) and v.removesuffix("_attn").endswith(("_flex", "_varlen"))
-    ),
-    "model.name": lambda v: isinstance(v, str) and v in OLD_NAMES,
-    "activation_checkpoint.selective_ac_option": lambda v: type(v) is int,
-    "checkpoint.async_mode": lambda v: v == "async_with_pinned_mem",
 }
 
 ANY: Any = object()  # no value is harmless: always give the reason
