@@ -137,7 +137,7 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
                 first, others = stage_inputs(part, architecture, config, degrees)
                 for field in objective.passes:
                     others |= found_in_pass(part, first, others, objective, field)
-                with saved_tensors_hooks(saved.pack, saved.unpack):
+                with saved:
                     output = part(first, **others)
                 if degrees.pp == 1:
                     num_sums = 1 + len(objective.metrics)
@@ -145,7 +145,7 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
                 else:  # a second micro-batch, to count only its memory
                     before, counts = saved.total, collectives.counts.copy()
                     again = first.detach().clone().requires_grad_(first.requires_grad)
-                    with saved_tensors_hooks(saved.pack, saved.unpack):
+                    with saved:
                         second = part(again, **others)
                     each.append(saved.total - before)
                     saved.total, collectives.counts = before, counts
@@ -244,11 +244,12 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class SavedBytes:
+class SavedBytes(saved_tensors_hooks):
     """Counts the bytes that the forward pass keeps for the backward pass, each storage once.
     Gathered parameters count too, since they are in memory at that moment."""
 
     def __init__(self) -> None:
+        super().__init__(self.pack, lambda tensor: tensor)
         self.total = 0
         # Kept alive, since a new storage could get the address of a freed one.
         self._seen: dict[int, UntypedStorage] = {}
@@ -259,7 +260,4 @@ class SavedBytes:
         if storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
             self.total += plain.nbytes
-        return tensor
-
-    def unpack(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -124,7 +124,9 @@ def prove_data(
     dataset = planned_data(config, getattr(model_config(config.model), "vocab_size", None), run)
     check_sources(dataset)
     first = history.start + 1 if first_step is None else first_step
-    last = max(history.last, _last_saved(folder)) if last_step is None else last_step
+    saved = committed(folder.checkpoints)  # none may be newer than the ledger
+    newest = max(history.last, step_of(saved[-1]) if saved else 0)
+    last = newest if last_step is None else last_step
     plan = dataset.plan
     unit = "tokens" if dataset.rows.arrays is None else "samples"
     verdict = DataVerdict(plan.fingerprint, plan.mixture, first, last, unit=unit)
@@ -182,7 +184,8 @@ class Replay:
             what = f"step {step.step} consumed batch {step.batch}, but {expected} was planned"
             self._wrong(what, 0)
             for batch in range(expected, step.batch):
-                self._count(batch, np.zeros(self._size(batch), bool))
+                size = self.dataset.plan.segment(batch).global_batch_size
+                self._count(batch, np.zeros(size, bool))
 
     def _compare(self, step: Fed) -> Matches:
         """Returns which rows of a step were as planned."""
@@ -248,9 +251,6 @@ class Replay:
         self.verdict.first_wrong = self.verdict.first_wrong or what
         self.verdict.wrong_rows += rows
 
-    def _size(self, batch: int) -> int:
-        return self.dataset.plan.segment(batch).global_batch_size
-
 
 def check_sources(dataset: Dataset) -> None:
     """Checks that the corpora are still those of the run; a complete one no longer needs its
@@ -268,9 +268,3 @@ def check_sources(dataset: Dataset) -> None:
             continue
         if changed := source_changes(corpus.folder, source):
             raise ChangedSource(name, tuple(changed))
-
-
-def _last_saved(folder: RunFolder) -> int:
-    """Returns the last saved step; no checkpoint may be newer than the ledger."""
-    saved = committed(folder.checkpoints)
-    return step_of(saved[-1]) if saved else 0
