@@ -47,7 +47,7 @@ from overland.apps.convert.formats.safe_globals import SAFE_GLOBALS
 from overland.apps.convert.formats.torch_save import read_torch_file, scalar, write_torch_file
 from overland.checkpoint.lazy import MODEL, MOMENTS, NUM_UPDATES, OPTIMIZER, Lazy, Shape
 from overland.errors import CheckpointError
-from overland.files import new_file
+from overland.files import new_file, read_object
 
 METADATA = ".metadata"
 # About 140 bytes per part of a tensor: this allows for ten million parts.
@@ -96,7 +96,7 @@ def open_dcp(path: Path, config: Config = None) -> LazyCheckpoint:
         "dcp",
         path,
         canonical | num_updates(steps) | rest,
-        extras=_extras(tensors, objects),
+        extras=_extras(path, tensors, objects),
         config=config,
     )
 
@@ -239,7 +239,7 @@ def _states(
     return states, steps, rest
 
 
-def _extras(tensors: dict[str, Lazy], objects: dict[str, Any]) -> dict[str, Any]:
+def _extras(path: Path, tensors: dict[str, Lazy], objects: dict[str, Any]) -> dict[str, Any]:
     extras: dict[str, Any] = {"objects": objects}
     if groups := list(_param_groups(objects)):
         extras["param_groups"] = groups
@@ -252,10 +252,7 @@ def _extras(tensors: dict[str, Lazy], objects: dict[str, Any]) -> dict[str, Any]
                 extras[name] = int(value)
                 break
     if isinstance(text := objects.get(RUN), str):
-        try:
-            extras["run"] = dict(json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            raise CheckpointError(f"the entry {RUN!r} of a DCP folder is not valid JSON") from None
+        extras["run"] = read_object(path / RUN, CheckpointError, text=text.encode())
     return extras
 
 

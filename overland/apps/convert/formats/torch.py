@@ -49,7 +49,7 @@ from overland.checkpoint.lazy import MODEL, MOMENTS, NUM_UPDATES, OPTIMIZER, Laz
 from overland.checkpoint.read import CheckpointReader
 from overland.checkpoint.write import commit
 from overland.errors import CheckpointError
-from overland.files import Disk, Moved, ignore, new_file
+from overland.files import Disk, Moved, ignore, new_file, read_object
 from overland.run_folder import COMMITTED, checkpoint_name
 
 WEIGHTS, STATE = "model_state_dict.pt", "optim_state_dict.pt"
@@ -239,10 +239,7 @@ def _progress(saved: Any, path: Path) -> dict[str, Any]:
     if isinstance(best, (int, float)) and best != float("inf"):
         extras["best_validation_loss"] = float(best)
     if text := saved.get("run"):
-        try:
-            extras["run"] = dict(json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            raise CheckpointError(f"{path} is damaged: its `run` entry is not valid JSON") from None
+        extras["run"] = read_object(path / "run", CheckpointError, text=text.encode())
     return extras
 
 
