@@ -82,12 +82,7 @@ def fetch_for_tasks(
     names: list[str], include_path: Path | None, to: Path | None, dry_run: bool, as_json: bool
 ) -> None:
     """Downloads the datasets that tasks read, or lists them."""
-    from overland.apps.evaluation.task_data import (
-        fetch_tasks,
-        in_words,
-        task_names,
-        tasks_root,
-    )
+    from overland.apps.evaluation.task_data import fetch_tasks, in_words, task_names, tasks_root
     from overland.apps.evaluation.task_run import needs_of
 
     wanted = task_names(names)

@@ -30,14 +30,7 @@ from overland.data.chat import (
     any_name_of,
     check_text,
 )
-from overland.data.conversations import (
-    SPEAKERS,
-    Columns,
-    Conversation,
-    Record,
-    conversation,
-    pair,
-)
+from overland.data.conversations import SPEAKERS, Columns, Conversation, Record, conversation, pair
 from overland.data.shard import ANSWERS, CHOSEN, REJECTED, TOKENS, WEIGHTS
 from overland.data.sources.file_marks import digest_of
 from overland.data.tokenizer import Tokenizer

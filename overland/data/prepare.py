@@ -42,12 +42,7 @@ from overland.data.plan import (
 from overland.data.sampler import AnyCorpus, Sampler, one_kind
 from overland.data.sft import tokenizer_for_chats
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
-from overland.data.wanted import (
-    WantedSource,
-    held_out_sources,
-    sources_of,
-    validates_on_holdout,
-)
+from overland.data.wanted import WantedSource, held_out_sources, sources_of, validates_on_holdout
 from overland.data.windows import Reading
 from overland.errors import DataError
 from overland.plugins import plugin

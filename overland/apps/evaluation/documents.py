@@ -33,12 +33,7 @@ from overland.data.sources.jsonl import JsonLines
 from overland.data.sources.source import BadDocument, FileSource, Kind, Source
 from overland.data.sources.source import Document as Raw
 from overland.data.tokenizer import Tokenizer
-from overland.data.wanted import (
-    find_folder,
-    held_out_sources,
-    open_by_name,
-    validates_on_holdout,
-)
+from overland.data.wanted import find_folder, held_out_sources, open_by_name, validates_on_holdout
 from overland.errors import ChoiceRequired, DataError
 from overland.words import any_of
 
