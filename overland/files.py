@@ -296,6 +296,12 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError(TOO_DEEP) from None
 
 
+# What reading untrusted contents raises if they do not have the expected structure.
+NOT_AS_EXPECTED = (
+    ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
+
+
 def what_is_wrong(error: Exception) -> str:
     """Describes an error about an untrusted file that does not have the expected structure."""
     if isinstance(error, RecursionError):

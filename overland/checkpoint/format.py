@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from overland.errors import CheckpointError
+from overland.files import NOT_AS_EXPECTED
 
 INDEX = "index.json"
 FORMAT = "overland checkpoint"
@@ -131,7 +132,7 @@ class Index:
         try:
             with no_garbage_collection():
                 return cls._parse(data)
-        except NOT_AN_INDEX as error:
+        except NOT_AS_EXPECTED as error:
             raise CheckpointError(f"{where} is not the index of a checkpoint: {error}") from None
 
     @classmethod
@@ -166,11 +167,6 @@ class Index:
         if type(kind) is not str or type(world_size) is not int or not isinstance(run, dict):
             raise ValueError("it does not describe its run")
         return cls(kind, world_size, tensors, files, run)
-
-
-NOT_AN_INDEX = (
-    ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError,
-)  # fmt: skip
 
 
 def _is_shape(shape: tuple[Any, ...]) -> bool:

@@ -28,6 +28,7 @@ from overland.apps.convert.formats.torch import detect_torch, open_torch, write_
 from overland.arguments import path_of
 from overland.data.tokenizer_files import companions_in
 from overland.errors import CheckpointError
+from overland.files import NOT_AS_EXPECTED
 
 __all__ = ["FORMATS", "Format", "LazyCheckpoint", "Options", "densify", "open_any", "open_peft",
            "register_format", "targets"]  # fmt: skip
@@ -78,12 +79,6 @@ def register_format(name: str, one: Format) -> None:
     FORMATS.update({name: one, **known})
 
 
-# Files can hold anything: a list instead of a dict, a missing key.
-_NOT_AS_IT_SHOULD_BE = (
-    KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError, OverflowError,
-)  # fmt: skip
-
-
 def open_any(path: str | Path, config: Config = None, whole: bool = True) -> LazyCheckpoint:
     """Opens a checkpoint of any format. `config`: the contents of a config.json, if the checkpoint
     has none. `whole`: whether to add frozen weights that it leaves out."""
@@ -96,7 +91,7 @@ def open_any(path: str | Path, config: Config = None, whole: bool = True) -> Laz
                 opened = one.open(path, config)
                 opened.companions = opened.companions or companions_in(opened.folder)
                 return complete(opened) if whole else opened
-            except _NOT_AS_IT_SHOULD_BE as error:
+            except NOT_AS_EXPECTED as error:
                 raise CheckpointError(
                     f"{path} looks like a {name} checkpoint, but its contents are inconsistent: "
                     f"{type(error).__name__} {error!s:.100}"

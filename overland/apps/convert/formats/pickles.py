@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import itertools
 import pickletools
-import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from overland.errors import CheckpointError
+from overland.files import NOT_AS_EXPECTED
 
 Names = Mapping[tuple[str, str], Any]
 Persistent = Callable[[Any], Any]
@@ -38,13 +38,13 @@ class Maker:
     make: Callable[..., Any]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class StandIn:
     """An object of a known class as inert data: its class, arguments and state."""
 
-    __slots__ = ("args", "kind", "state")
-
-    def __init__(self, kind: str, args: tuple[Any, ...] = (), state: Any = None) -> None:
-        self.kind, self.args, self.state = kind, args, state
+    kind: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
 
     def get(self, field: str, default: Any = None) -> Any:
         return self.state.get(field, default) if isinstance(self.state, dict) else default
@@ -96,7 +96,7 @@ class _Machine:
             (value,) = self.stack
             self.check_extent(value)
             return value
-        except _DAMAGE as error:
+        except NOT_AS_EXPECTED as error:  # in our code, or in a maker
             raise CheckpointError(
                 f"{self.where} is not a readable pickle: {type(error).__name__} "
                 f"at byte {self.at}; the file is damaged"
@@ -164,12 +164,6 @@ class _Machine:
         self.spend(4 + len(args) + sum(len(one) for one in args if isinstance(one, _SIZED)))
         return function.make(*args)
 
-
-# What a damaged or truncated pickle makes Python raise, in our code or in a maker.
-_DAMAGE = (
-    EOFError, IndexError, TypeError, ValueError, KeyError, AttributeError, OverflowError,
-    RecursionError, struct.error,
-)  # fmt: skip
 
 Action = Callable[[_Machine], Any]
 
