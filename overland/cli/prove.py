@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,7 +116,7 @@ def resume(
     layout, and resumes it under each."""
     from overland.apps.proofs.evidence import Evidence
     from overland.apps.proofs.pool import RankPool
-    from overland.apps.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
+    from overland.apps.proofs.resume import DOZEN, HEAD, TOLERANCE, prove_resumes
 
     chosen = parsed(layouts, {"dozen": DOZEN})
     if len({layout.kinds for layout in chosen}) > 1:
@@ -123,7 +124,8 @@ def resume(
         raise wrong_option(message, "--layouts", layouts)
     check_device(device, chosen, ranks_per_device)
     evidence = Evidence(table, HEAD, keys=(0, 1))
-    todo = [(a, b) for a, b in pairs(chosen) if not evidence.holds(a.name, b.name)]
+    pairs = product(chosen, repeat=2)
+    todo = [(a, b) for a, b in pairs if not evidence.holds(a.name, b.name)]
     with closing(RankPool(device)) as pool:
         head = f"{'saved by':<28}{'resumed by':<28}{'loss':>8}  {'norm':>8}  verdict"
         found = shown(prove_resumes(todo, pool), evidence, as_json, head)

@@ -90,10 +90,6 @@ class Resumed:
         )
 
 
-def pairs(layouts: Sequence[ProofLayout]) -> list[tuple[ProofLayout, ProofLayout]]:
-    return [(before, after) for before in layouts for after in layouts]
-
-
 def prove_resumes(
     wanted: Sequence[tuple[ProofLayout, ProofLayout]], pool: RankPool
 ) -> Iterator[Resumed]:

@@ -99,17 +99,12 @@ def write_meta(source: LazyCheckpoint, folder: Path, options: Options) -> None:
 def _merged(name: str, shards: list[Stored], params: dict[str, Any], path: Path) -> Lazy:
     """Joins the shards of a tensor: side by side, one below the other, or all the same."""
     first = shards[0]
-    if _COLUMNS.search(name):
-        dim = 0
-    elif _ROWS.search(name):
-        dim = 1
-    elif name == "tok_embeddings.weight":
-        # Llama 2 splits the width, Llama 3 the vocabulary.
+    is_embedding = name == "tok_embeddings.weight"
+    if len(shards) == 1 or not (is_embedding or _COLUMNS.search(name) or _ROWS.search(name)):
+        return first
+    dim = 1 if _ROWS.search(name) else 0
+    if is_embedding:  # Llama 2 splits the width, Llama 3 the vocabulary
         dim = 0 if first.shape[1] == params.get("dim") else 1
-    else:
-        return first
-    if len(shards) == 1:
-        return first
     tiles: list[tuple[Shape, Lazy]] = []
     place = 0
     for shard in shards:

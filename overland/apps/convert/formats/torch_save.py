@@ -14,7 +14,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -202,11 +202,11 @@ def write_torch_file(file: BinaryIO, saved: Any, root: str = "archive") -> int:
     return target.tell()
 
 
-class _Reference:
+class _Reference(NamedTuple):
     """Stands for the storage of a tensor while its object is pickled."""
 
-    def __init__(self, number: int, lazy: Lazy) -> None:
-        self.number, self.lazy = number, lazy
+    number: int
+    lazy: Lazy
 
 
 class _Pickler(pickle.Pickler):
