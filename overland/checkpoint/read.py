@@ -2,7 +2,7 @@
 misshapen or unused are refused, and nothing that is read can run code.
 
 Any box of a tensor can be read, whatever boxes it was written in. Each rank reads its own bytes;
-the index, which all ranks need, is read by one of them (`open_together`).
+the index, which all ranks need, is read by one of them (`open_checkpoint`).
 """
 
 from __future__ import annotations
@@ -183,33 +183,23 @@ class CheckpointReader:
         return self._descriptors[file]
 
 
-def open_checkpoint(path: Path, moved: Moved = ignore) -> CheckpointReader:
-    return _open(path, *_marker_and_index(path), moved)
-
-
-def open_together(
-    path: Path, group: dist.ProcessGroup | None, moved: Moved = ignore
+def open_checkpoint(
+    path: Path, moved: Moved = ignore, group: dist.ProcessGroup | None = None
 ) -> CheckpointReader:
-    """Opens a checkpoint on all ranks of a group: one of them reads marker and index and broadcasts
-    the bytes, which the others verify as if they had read them. The index lists every part of every
-    rank; if 5,120 ranks read it, that one file would have to serve 59 GB."""
+    """Opens a checkpoint, on all ranks of a group if there is one: then one of them reads marker
+    and index and broadcasts the bytes, which the others verify as if they had read them. The index
+    lists every part of every rank; if 5,120 ranks read it, that one file would have to serve 59
+    GB."""
     read, problem = None, ""
     if group is None or dist.get_rank(group) == 0:
         try:
-            read = _marker_and_index(path)
+            read = read_marker(path), read_bytes(path / INDEX)
         except CheckpointError as error:
             problem = str(error)
     read, problem = broadcast((read, problem), group)
     if read is None:
         raise CheckpointError(problem)
-    return _open(path, *read, moved)
-
-
-def _marker_and_index(path: Path) -> tuple[dict[str, Any], bytes]:
-    return read_marker(path), read_bytes(path / INDEX)
-
-
-def _open(path: Path, about: dict[str, Any], data: bytes, moved: Moved) -> CheckpointReader:
+    about, data = read
     named = CHECKPOINT.match(path.name)
     if named and int(named[1]) != about["step"]:
         raise CheckpointError(

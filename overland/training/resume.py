@@ -19,7 +19,7 @@ from overland.checkpoint.read import (
     CheckpointReader,
     fill,
     fill_local,
-    open_together,
+    open_checkpoint,
     refuse_unused,
 )
 from overland.config.changes import (
@@ -201,7 +201,7 @@ def put_later_ones_aside(run: Run, report: Report) -> None:
 
 def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
     """Restores the run from a checkpoint; returns notes for the user."""
-    with open_together(path, run.store.group, run.beat.pulse.moved) as checkpoint:
+    with open_checkpoint(path, run.beat.pulse.moved, run.store.group) as checkpoint:
         changed = check_changes(path, checkpoint.run, run.config, run.model_config)
         with run.optimizer.whole():
             notes = load_tensors(run, checkpoint, skip_optimizer)
