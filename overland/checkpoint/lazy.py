@@ -34,7 +34,6 @@ MODEL, OPTIMIZER, NUM_UPDATES = "model.", "optimizer.", "optimizer.num_updates"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, as torch and DeepSpeed name it
 
 LEFT_OUT = "left_out"  # key in the run's facts in the index
-READ_BYTES = 1 << 24
 
 _moved: ContextVar[Moved] = ContextVar("moved", default=ignore)
 
@@ -162,9 +161,6 @@ def mark_files(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]
 
 
 def _mark(path: Path) -> tuple[int, str]:
-    digest, size = hashlib.blake2b(digest_size=16), 0
     with path.open("rb") as file:
-        while data := file.read(READ_BYTES):
-            digest.update(data)
-            size += len(data)
-    return size, digest.hexdigest()
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+        return file.tell(), digest.hexdigest()

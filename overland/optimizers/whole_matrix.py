@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from math import prod
 
 import torch
@@ -160,10 +160,7 @@ def rounds(matrices: Sequence[Matrix]) -> list[list[Matrix | None]]:
         owner = loads.index(min(loads))
         dealt[owner].append(matrix)
         loads[owner] += prod(matrix.shape)
-    return [
-        [own[number] if number < len(own) else None for own in dealt]
-        for number in range(max(map(len, dealt)))
-    ]
+    return [list(some) for some in zip_longest(*dealt)]
 
 
 def process_group_of(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
