@@ -261,18 +261,18 @@ def read_object(
 CHECKSUMS = "checksums.json"  # next to weights that we exported
 
 
-def checksums_of(path: Path) -> dict[str, int] | None:
+def checksums_of(path: Path, error: type[Exception]) -> dict[str, int] | None:
     """Returns the CRC-32 of each tensor of an exported file of weights, and of its header under an
-    empty name; None if there are none. Raises ValueError if they are damaged."""
+    empty name; None if there are none. Raises this error if they are damaged."""
     beside = path.parent / CHECKSUMS
     try:
         sums = read_json(beside).get(path.name)
         return None if sums is None else {str(name): int(one) for name, one in sums.items()}
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{beside} is damaged ({what_is_wrong(error)}), so the weights next to it cannot be "
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as why:
+        raise error(
+            f"{beside} is damaged ({what_is_wrong(why)}), so the weights next to it cannot be "
             "verified; delete it to use them all the same"
         ) from None
 

@@ -86,7 +86,7 @@ def load_hf(
     for file in dict.fromkeys(file_of[source[name]] for name in wanted):
         names = [name for name in wanted if file_of[source[name]] == file]
         with _open(folder / file) as tensors, torch.no_grad():
-            sums = _checksums(folder / file)
+            sums = checksums_of(folder / file, ModelError) or {}
             for name in names:
                 for num_bytes in _read(
                     tensors,
@@ -107,22 +107,22 @@ def weight_files(folder: Path) -> list[str]:
     return [*index, *dict.fromkeys(_files_by_tensor(folder).values())]
 
 
-def read_index(index: Path) -> dict[str, str]:
-    """Returns which file holds each tensor, from the index of a folder; raises if a file is
-    missing."""
+def read_index(index: Path, error: type[Exception] = ModelError) -> dict[str, str]:
+    """Returns which file holds each tensor, from the index of a folder; raises this error if a file
+    is missing."""
     try:
         file_of: dict[str, str] = read_json(index)["weight_map"]
         files = list(file_of.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not an index of weights: {what_is_wrong(error)}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as why:
+        raise error(f"{index} is not an index of weights: {what_is_wrong(why)}") from why
     for file in files:
         if not isinstance(file, str) or file != Path(file).name or file in ("", ".."):
-            raise ModelError(
+            raise error(
                 f"{index} names {file!r:.100}, which is not a plain file name in the same folder"
             )
     absent = sorted({file for file in files if not (index.parent / file).is_file()})
     if absent:
-        raise ModelError(f"{index.parent} lacks {first_few(absent)}, which its index names")
+        raise error(f"{index.parent} lacks {first_few(absent)}, which its index names")
     return file_of
 
 
@@ -201,13 +201,6 @@ def _read(
         raise ModelError(f"{file} is damaged: {source} does not match {CHECKSUMS} next to it")
     if new_rows is not None:
         new_rows.fill(target, offsets[0], shape[0], lambda a, b: stored[(slice(a, b), *columns)])
-
-
-def _checksums(path: Path) -> dict[str, int]:
-    try:
-        return checksums_of(path) or {}
-    except ValueError as error:
-        raise ModelError(str(error)) from None
 
 
 @contextmanager

@@ -121,10 +121,7 @@ def _weights(path: Path) -> dict[str, Lazy]:
     for name in (INDEX, OLD_INDEX):
         index = path / name
         if index.is_file():
-            try:
-                file_of = read_index(index)
-            except ModelError as error:
-                raise CheckpointError(str(error)) from None
+            file_of = read_index(index, CheckpointError)
             opened = {file: read_weights(path / file) for file in set(file_of.values())}
             missing = [tensor for tensor, file in file_of.items() if tensor not in opened[file]]
             if missing:

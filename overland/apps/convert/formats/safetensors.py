@@ -50,7 +50,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
             )
         text = file.read(length)
     counter()(8 + length)
-    sums = _checksums(path)
+    sums = checksums_of(path, CheckpointError)
     if sums is not None and sums.get("") != checksum(length.to_bytes(8, "little") + text):
         raise CheckpointError(
             f"{path} is damaged: it does not match {CHECKSUMS}, which was written with it; if it "
@@ -80,13 +80,6 @@ def read_weights(path: Path) -> dict[str, Lazy]:
     """Returns the tensors of a file of safetensors, or else of torch.save."""
     is_safe = path.suffix == ".safetensors"
     return dict(read_safetensors(path) if is_safe else plugin("torch_files").tensors_of(path))
-
-
-def _checksums(path: Path) -> dict[str, int] | None:
-    try:
-        return checksums_of(path)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def write_checksums(folder: Path, sums: Checksums) -> None:
