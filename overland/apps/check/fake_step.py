@@ -75,13 +75,11 @@ class FakeStep:
         return sum(self.num_bytes.values())
 
 
-def fake_steps(
-    config: JobConfig, world_size: int, ranks_per_node: int = 8, device_type: str = "cuda"
-) -> list[FakeStep]:
+def fake_steps(config: JobConfig, world_size: int, device_type: str = "cuda") -> list[FakeStep]:
     """Returns a step of rank 0; with a pipeline, of the first rank of each stage. `device_type`:
     where the run will be, which decides its precision."""
     config = resolve_dtype(config, device_type)
-    degrees = resolve_degrees(config.parallelism, world_size, ranks_per_node)
+    degrees = resolve_degrees(config.parallelism, world_size, ranks_per_node=8)
     if degrees.pp == 1:
         return [fake_step(config, degrees, 0)]
     schedule = config.parallelism.pipeline_parallel_schedule
