@@ -83,11 +83,13 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
             # The weight of predicting each token, which the row stores one place before that token.
             about = {"weights": [0.0, *counts[:-1].tolist()], "special": special(dataset, tokens)}
         # A row that only pads the last batch has no source.
-        pieces = (
-            piece
+        places = [
+            place(names[source], int(number), int(start), tokens=int(length))
             for one in origins_of(dataset.rows, batch, row, size)
-            for piece in zip(one.source, one.number, one.start, one.length, strict=True)
-        )
+            for source, number, start, length in zip(
+                one.source, one.number, one.start, one.length, strict=True
+            )
+        ]
         yield {
             "row": row,
             "rows": size,
@@ -97,16 +99,12 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
             **about,
             "documents": fields.documents[0].tolist(),
             "positions": fields.positions[0].tolist(),
-            "from": [
-                {
-                    "source": names[source],
-                    "document": int(number),
-                    "start": int(start),
-                    "tokens": int(length),
-                }
-                for source, number, start, length in pieces
-            ],
+            "from": places,
         }
+
+
+def place(source: str, document: int, start: int, **count: int) -> dict[str, Any]:
+    return {"source": source, "document": document, "start": start, **count}
 
 
 def special(dataset: Dataset, tokens: list[int]) -> list[bool]:
@@ -125,14 +123,7 @@ def sample_page(dataset: Dataset, samples: Samples, row: int, size: int) -> dict
         "rows": size,
         "sample": int(samples.sample[0]),
         "epoch": int(samples.epoch[0]),
-        "from": [
-            {
-                "source": list(dataset.plan.sources)[source],
-                "document": number,
-                "start": 0,
-                "samples": 1,
-            }
-        ],
+        "from": [place(list(dataset.plan.sources)[source], number, 0, samples=1)],
         "fields": {name: describe_array(values[0]) for name, values in samples.arrays.items()},
     }
 

@@ -19,7 +19,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -269,11 +269,7 @@ class Supervisor:
         self.logbook.write(
             "fault",
             attempt=self.number,
-            kind=fault.kind,
-            what=fault.what,
-            place=fault.place,
-            ranks=list(fault.ranks),
-            nodes=list(fault.nodes),
+            **asdict(fault),
             step=self.furthest,
             new_steps=new,
             action=answer.action,
