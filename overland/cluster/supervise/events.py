@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from overland.cluster.submit import write_private
 from overland.cluster.supervise.watchdog import Watchdog
 from overland.errors import Kind
 from overland.files import append, replace_file
@@ -265,12 +266,8 @@ class Logbook:
 
     def stop_chain(self, reason: str) -> None:
         """Makes the queued jobs of the chain end at once, until the run is resubmitted."""
-        try:
-            handle = os.open(self.run / STOPPED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(handle, "w") as file:
-                file.write(f"{reason}\n")
-        except OSError:
-            pass
+        with suppress(OSError):
+            write_private(self.run / STOPPED, f"{reason}\n")
 
 
 def tell(words: str) -> None:
