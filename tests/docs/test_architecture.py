@@ -25,7 +25,7 @@ writes this list.
 
 
 def levels() -> dict[str, int]:
-    rows = re.findall(r"^\| (\d) \| (.+) \|$", PAGE, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|$", PAGE, flags=re.MULTILINE)
     return {room: int(level) for level, rooms in rows for room in re.findall(r"`(\w+)`", rooms)}
 
 
@@ -114,6 +114,17 @@ def test_every_file_that_is_named_is_there() -> None:
             assert (ROOT / name).is_file(), name
         else:
             assert name in (files if "/" in name else names), name
+
+
+def test_every_function_on_the_way_of_a_token_is_in_its_file() -> None:
+    stops = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| `([\w.]+)` \|", PAGE, flags=re.MULTILINE)
+    assert len(stops) > 30
+    for file, function in stops:
+        scope: list[ast.stmt] = ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body
+        for name in function.split("."):
+            named = [node for node in scope if getattr(node, "name", "") == name]
+            assert named, f"{file} has no {function}"
+            scope = getattr(named[0], "body", [])
 
 
 def test_the_list_of_files_is_what_they_say_of_themselves() -> None:
