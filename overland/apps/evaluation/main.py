@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,9 @@ from overland.world import World
 if TYPE_CHECKING:
     import torch
 
-    from overland.apps.evaluation.evaluate import EvaluationRequest
     from overland.apps.evaluation.generate import Completion
     from overland.apps.evaluation.model import OpenModel
-    from overland.apps.evaluation.results import Record, Report
+    from overland.apps.evaluation.results import Record
     from overland.apps.evaluation.task_run import TaskOptions
 
 LIMITS: dict[str, int | tuple[str, ...]] = {
@@ -153,7 +153,14 @@ def evaluate_here(given: Mapping[str, Any], world: World, quiet: bool = False) -
     import torch
 
     from overland.apps.convert.formats.lazy import given_dtype
-    from overland.apps.evaluation.evaluate import EvaluationRequest, wait_long
+    from overland.apps.evaluation.evaluate import (
+        EvaluationRequest,
+        evaluate_set,
+        open_session,
+        sets_for,
+        settings_of,
+        wait_long,
+    )
     from overland.apps.evaluation.model import steps_of
     from overland.config.schema import Comm
     from overland.parallel.comm import process_group
@@ -170,15 +177,25 @@ def evaluate_here(given: Mapping[str, Any], world: World, quiet: bool = False) -
     some = [asked]
     if given["steps"] is not None:
         some = [replace(asked, step=step) for step in steps_of(asked.path, given["steps"])]
-    if world.size == 1:
-        device = torch.device(device_type())
-        return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]
-    backend = os.environ.get("COMM_BACKEND") or "auto"
-    # Ranks of a large model may read its weights at very different speeds.
-    comm = Comm.model_validate({"backend": backend, "init_timeout_seconds": 1800})
-    with process_group(comm, world, device_type()) as device:
+    group: AbstractContextManager[torch.device] = nullcontext(torch.device(device_type()))
+    if world.size > 1:
+        backend = os.environ.get("COMM_BACKEND") or "auto"
+        # Ranks of a large model may read its weights at very different speeds.
+        comm = Comm.model_validate({"backend": backend, "init_timeout_seconds": 1800})
+        group = process_group(comm, world, device_type())
+    results = []
+    with group as device:
         wait_long()
-        return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]
+        for one in some:
+            session = open_session(one, world, device, report)
+            if one.data or tasks is None:
+                settings = settings_of(session)
+                results += [evaluate_set(session, each, settings) for each in sets_for(session)]
+            if tasks is not None:
+                from overland.apps.evaluation.tasks import evaluate_tasks
+
+                results.append(evaluate_tasks(session, tasks))
+    return results
 
 
 def asked_tasks(given: Mapping[str, Any]) -> TaskOptions | None:
@@ -201,28 +218,6 @@ def asked_tasks(given: Mapping[str, Any]) -> TaskOptions | None:
         include_path=None if include is None else str(include.absolute()),
         **{name: given[name] for name in alike},
     )
-
-
-def evaluate_one(
-    asked: EvaluationRequest,
-    tasks: TaskOptions | None,
-    world: World,
-    device: torch.device,
-    report: Report,
-) -> list[Record]:
-    """Evaluates one checkpoint."""
-    from overland.apps.evaluation.evaluate import evaluate_set, open_session, sets_for, settings_of
-
-    session = open_session(asked, world, device, report)
-    results = []
-    if asked.data or tasks is None:
-        settings = settings_of(session)
-        results += [evaluate_set(session, one, settings) for one in sets_for(session)]
-    if tasks is not None:
-        from overland.apps.evaluation.tasks import evaluate_tasks
-
-        results.append(evaluate_tasks(session, tasks))
-    return results
 
 
 def generate(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from overland.apps.convert.formats import LazyCheckpoint, open_any
 from overland.apps.convert.formats.hf import FILES, without_head
@@ -416,16 +416,12 @@ class FileWeights:
                     raise CheckpointError(
                         f"{self.source.folder} lacks {name}, which its config.json requires"
                     )
-                _copy(lazy, name, tensor, local_part, self.source.folder)
-
-
-def _copy(lazy: Lazy, name: str, tensor: Tensor, local_part: LocalPart, folder: Path) -> None:
-    target, offsets, shape = local_part(tensor)
-    if lazy.shape != tuple(shape):
-        raise CheckpointError(
-            f"{folder} has {name} with shape {list(lazy.shape)}, but its config.json requires "
-            f"{list(shape)}"
-        )
-    if target.numel():
-        ends = (start + size for start, size in zip(offsets, target.shape, strict=True))
-        target.copy_(lazy.load_slice(tuple(map(slice, offsets, ends))))
+                target, offsets, shape = local_part(tensor)
+                if lazy.shape != tuple(shape):
+                    raise CheckpointError(
+                        f"{self.source.folder} has {name} with shape {list(lazy.shape)}, but its "
+                        f"config.json requires {list(shape)}"
+                    )
+                if target.numel():
+                    ends = (at + size for at, size in zip(offsets, target.shape, strict=True))
+                    target.copy_(lazy.load_slice(tuple(map(slice, offsets, ends))))

@@ -38,10 +38,8 @@ def download(
 
     url = f"{repo.page}/resolve/{commit}/{quote(name)}"
     part.parent.mkdir(parents=True, exist_ok=True)
-    part.touch()
-    if part.stat().st_size > entry.size:
-        part.unlink()
-        part.touch()
+    if not part.exists() or part.stat().st_size > entry.size:
+        part.write_bytes(b"")
     advance(part.stat().st_size)
     failures = 0
     while (have := part.stat().st_size) < entry.size:
@@ -59,11 +57,11 @@ def download(
 def _append(repo: Repo, url: str, size: int, part: Path, advance: Callable[[int], None]) -> None:
     import httpx
     from huggingface_hub import constants, get_session
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+    from huggingface_hub.utils import hf_raise_for_status
 
     have = part.stat().st_size
     headers = {
-        **build_hf_headers(token=repo.token or False, library_name="overland"),
+        **repo.headers,
         "Range": f"bytes={have}-{min(have + PIECE, size) - 1}",
         "Accept-Encoding": "identity",  # ranges refer to the uncompressed file
     }

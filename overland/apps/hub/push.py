@@ -88,11 +88,10 @@ def speaks_xet(repo: Repo, revision: str) -> bool:
     from urllib.parse import quote
 
     from huggingface_hub import get_session
-    from huggingface_hub.utils import build_hf_headers
 
     answer = get_session().get(
         f"{repo.endpoint}/api/{repo.type}s/{repo.name}/xet-write-token/{quote(revision, safe='')}",
-        headers=build_hf_headers(token=repo.token or False, library_name="overland"),
+        headers=repo.headers,
         timeout=SECONDS,
     )
     return bool(answer.is_success)

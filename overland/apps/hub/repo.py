@@ -42,6 +42,13 @@ class Repo:
     token: str | None = field(repr=False)
 
     @property
+    def headers(self) -> dict[str, str]:
+        """The client's own headers for a request about the repository."""
+        from huggingface_hub.utils import build_hf_headers
+
+        return build_hf_headers(token=self.token or False, library_name="overland")
+
+    @property
     def page(self) -> str:
         """The address of the repository's web page."""
         return f"{self.endpoint}/{'datasets/' if self.type == 'dataset' else ''}{self.name}"
@@ -119,10 +126,9 @@ def list_files(repo: Repo, commit: str) -> dict[str, HubFile]:
 
 def _page(repo: Repo, url: str, until: float) -> tuple[list[Any], str | None]:
     """Returns one page of a list, and the address of the next."""
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+    from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff
 
-    headers = build_hf_headers(token=repo.token or False, library_name="overland")
-    with http_stream_backoff("GET", url, headers=headers, timeout=SECONDS) as response:
+    with http_stream_backoff("GET", url, headers=repo.headers, timeout=SECONDS) as response:
         hf_raise_for_status(response)
         text = bytearray()
         for piece in response.iter_bytes():

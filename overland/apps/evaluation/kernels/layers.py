@@ -97,7 +97,7 @@ def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads)
     if _takes(qkv_BSE):
         from overland.apps.evaluation.kernels import triton_cached_attention
 
-        return triton_cached_attention.begin(qkv_BSE, keys_BKTd, values_BKTd, *heads.turns)
+        return triton_cached_attention.begin(qkv_BSE, keys_BKTd, values_BKTd, heads.turns)
     seq_len = qkv_BSE.shape[1]
     q_BSHd, k_BSKd, v_BSKd = _turned(
         qkv_BSE, keys_BKTd, heads.cos_Td[None, :seq_len], heads.sin_Td[None, :seq_len], heads
@@ -116,7 +116,7 @@ def attend(
         from overland.apps.evaluation.kernels import triton_cached_attention
 
         return triton_cached_attention.attend(
-            qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads.window, *heads.turns
+            qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads.window, heads.turns
         )
     cos_Bd, sin_Bd = heads.cos_Td[lengths_B], heads.sin_Td[lengths_B]
     q_BHd, k_BKd, v_BKd = _turned(qkv_BE, keys_BKTd, cos_Bd, sin_Bd, heads)

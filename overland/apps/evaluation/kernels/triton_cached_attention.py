@@ -9,19 +9,13 @@ from torch import Tensor
 
 from overland.apps.evaluation.kernels.triton_inference import FEWEST, early, is_last, scratch
 
+Turns = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
+"""Cosines and sines, the norms of queries and keys, and their epsilon."""
 PROGRAMS = 64  # to start if there are few rows: they share the keys of a head
 
 
-def begin(
-    qkv_BSE: Tensor,
-    keys_BKTd: Tensor,
-    values_BKTd: Tensor,
-    cos_Td: Tensor,
-    sin_Td: Tensor,
-    q_norm_d: Tensor | None,
-    k_norm_d: Tensor | None,
-    eps: float,
-) -> Tensor:
+def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, turns: Turns) -> Tensor:
+    cos_Td, sin_Td, q_norm_d, k_norm_d, eps = turns
     batch, seq_len, width = qkv_BSE.shape
     num_kv_heads, room, head_dim = keys_BKTd.shape[1:]
     num_heads = width // head_dim - 2 * num_kv_heads
@@ -46,12 +40,9 @@ def attend(
     values_BKTd: Tensor,
     lengths_B: Tensor,
     window: int | None,
-    cos_Td: Tensor,
-    sin_Td: Tensor,
-    q_norm_d: Tensor | None,
-    k_norm_d: Tensor | None,
-    eps: float,
+    turns: Turns,
 ) -> Tensor:
+    cos_Td, sin_Td, q_norm_d, k_norm_d, eps = turns
     batch, num_kv_heads, room, head_dim = keys_BKTd.shape
     num_heads = qkv_BE.shape[1] // head_dim - 2 * num_kv_heads
     parts = 1
