@@ -200,7 +200,8 @@ def sets_of(
         if wanted.path is None and (wanted.dataset or name) in MADE:
             raise DataError("--data random: random tokens are not text; give a real dataset")
         if find_folder(name, wanted, data) is None and not is_built_in(wanted.dataset or name):
-            known = f"known names: {any_of(_known(data))}"
+            names = [one for one in (*source_names(), *data.datasets) if one != "random"]
+            known = f"known names: {any_of(names)}"
             if wanted.dataset in C4:
                 known = fetch_line(wanted.dataset, f"{data.folder}/{wanted.dataset}")
             raise DataError(
@@ -247,10 +248,6 @@ def _wanted(word: str, choices: DataSource) -> tuple[str, DataSource]:
 def _is_there(path: str) -> bool:
     place = Path(path).expanduser()
     return place.exists() or place.with_name(place.name + ".idx").exists() if path else False
-
-
-def _known(data: Data) -> list[str]:
-    return [one for one in (*source_names(), *data.datasets) if one != "random"]
 
 
 def _open(name: str, wanted: DataSource, data: Data) -> Source:

@@ -23,7 +23,7 @@ from overland.apps.evaluation.parts import Cutter
 from overland.apps.evaluation.perplexity import (
     KIND,
     Done,
-    Sums,
+    Watch,
     figures,
     prefix_id,
     require_some,
@@ -279,20 +279,18 @@ def _kept_before(kept: Kept, report: Report) -> tuple[Record | None, list[Done]]
 
 
 @contextmanager
-def _progress(
-    name: str, expected: int | None, session: EvaluationSession
-) -> Iterator[Callable[[Sums], None]]:
+def _progress(name: str, expected: int | None, session: EvaluationSession) -> Iterator[Watch]:
     """Shows how many documents rank 0 has processed: as a bar in a terminal, otherwise as a line
     from time to time."""
     last, of = time.monotonic(), f" of about {expected:,}" if expected else ""
     with progress_bar(name, "things", expected, visible=session.world.is_first) as bar:
 
-        def move(passed: Sums) -> None:
+        def move(documents: int) -> None:
             nonlocal last
-            bar(passed.documents, expected, name)
+            bar(documents, expected, name)
             if not bar.is_drawn and time.monotonic() - last > LINE_SECONDS:
                 last = time.monotonic()
-                session.report(f"{name}: {passed.documents:,}{of} documents")
+                session.report(f"{name}: {documents:,}{of} documents")
 
         yield move
 

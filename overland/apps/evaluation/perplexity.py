@@ -33,8 +33,8 @@ KIND = "perplexity"
 PROGRESS_SECONDS = 0.2
 NOTHING = WindowRow(np.zeros(1, np.int64), np.full(1, IGNORED))
 
-Watch = Callable[["Sums"], None]
-"""Called from time to time with what this rank has processed so far."""
+Watch = Callable[[int], None]
+"""Called from time to time with the number of documents that this rank has passed so far."""
 
 
 @record
@@ -116,7 +116,7 @@ def score(
     batch_tokens: int,
     done: Iterable[Done] = (),
     keep: Callable[[Done], None] = lambda done: None,
-    watch: Watch = lambda sums: None,
+    watch: Watch = lambda documents: None,
 ) -> list[Done]:
     """Scores this rank's share of the unfinished parts, and returns it."""
     before = {one.part for one in done}
@@ -139,9 +139,9 @@ def _share(
 ) -> Iterator[EvaluationPart]:
     """Assigns the remaining parts to the ranks in turn. All ranks read all documents, but tokenize
     only their own."""
-    passed, turn, last = Sums(), 0, 0.0
+    passed, turn, last = 0, 0, 0.0
     for part in parts:
-        passed.documents += part.num_documents
+        passed += part.num_documents
         if part.number not in done:
             if turn % ranked.num_parts == ranked.part:
                 yield part

@@ -37,7 +37,11 @@ class Prompt:
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads a file, or standard input if the path is `-`. Blank lines are skipped."""
-    prompts = list(_prompts(path))
+    lines = _lines(path)
+    if path.suffix.lower() in JSON_LINES or (path == STDIN and _holds_objects(lines)):
+        prompts = list(_parsed_lines(lines, path))
+    else:
+        prompts = [Prompt(line) for line in lines if line.strip()]
     if not prompts:
         raise DataError(f"--file {path} contains no prompts")
     return prompts
@@ -120,14 +124,6 @@ def check_prompts(prompts: Iterable[Prompt]) -> None:
                     f"prompt {number:,} is not valid UTF-8: character {error.start + 1:,} is "
                     f"{text[error.start]!a}, an unpaired surrogate"
                 ) from None
-
-
-def _prompts(path: Path) -> Iterator[Prompt]:
-    lines = _lines(path)
-    if path.suffix.lower() in JSON_LINES or (path == STDIN and _holds_objects(lines)):
-        yield from _parsed_lines(lines, path)
-    else:
-        yield from (Prompt(line) for line in lines if line.strip())
 
 
 def _parsed_lines(lines: Sequence[str], path: Path) -> Iterator[Prompt]:

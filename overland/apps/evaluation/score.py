@@ -136,22 +136,17 @@ class ContinuationScorer:
                 predicted_2N = model(tokens_BS, depths_BS, labels_BS=tokens_BS, **fields)
         else:
             predicted_2N = compare(model(tokens_BS)[rows_N, places_N], wanted_N)
-        return self._collect(rows, *predicted_2N)
-
-    def _collect(
-        self, rows: list[ScoredRow], log_likelihoods_N: Tensor, greedy_N: Tensor
-    ) -> list[tuple[int, TextScore]]:
-        values, hits = log_likelihoods_N.double().cpu().numpy(), greedy_N.cpu().numpy()
+        values, hits = predicted_2N.double().cpu().numpy()
         if not np.isfinite(values).all():
             raise ModelError("the model's predictions are not finite: its weights are broken")
         scores, start = [], 0
         for row in rows:
-            for number, places, _ in row.asked:
-                some = slice(start, start + len(places))
+            for number, predicted, _ in row.asked:
+                some = slice(start, start + len(predicted))
                 scores.append(
                     (number, TextScore(float(values[some].sum()), bool(hits[some].all())))
                 )
-                start += len(places)
+                start += len(predicted)
         return scores
 
 

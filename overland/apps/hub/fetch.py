@@ -96,7 +96,8 @@ def fetch(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> Fet
     repo, had = wanted.repo, read_snapshot(folder)
     if had is not None:
         check_same(had, repo, folder)
-    answered = had is not None and is_answered(had, wanted)
+    # The Hub is not needed if the snapshot list has all requested files.
+    answered = had is not None and had.is_at(wanted.revision) and wanted.request in had.requests
     snapshot = had if had is not None and answered else ask_hub(wanted, repo, folder, had)
     with only_one(folder):
         snapshot = merge(folder, snapshot, repo)
@@ -120,7 +121,7 @@ def verify_folder(wanted: Wanted, folder: Path, report: Report = lambda *_: None
     if had is None:
         raise HubError(f"{folder} was not created by `overland fetch`: there is nothing to verify")
     check_same(had, wanted.repo, folder)
-    if wanted.revision not in (None, had.revision, had.commit):
+    if not had.is_at(wanted.revision):
         raise HubError(f"{folder} contains {had.revision}, commit {had.commit}, of {had.name}")
     return find_problems(folder, had.files, Bytes(report, "checking", had).add)
 
@@ -155,12 +156,6 @@ def check_same(had: HubSnapshot, repo: Repo, folder: Path) -> None:
             f"{folder} already contains the {had.type} {had.name}: choose another folder with "
             f"--to for {repo.name}"
         )
-
-
-def is_answered(had: HubSnapshot, wanted: Wanted) -> bool:
-    """Whether the snapshot list has all requested files, so that the Hub is not needed."""
-    known = wanted.revision in (None, had.revision, had.commit)
-    return known and wanted.request in had.requests
 
 
 def ask_hub(wanted: Wanted, repo: Repo, folder: Path, had: HubSnapshot | None) -> HubSnapshot:

@@ -84,6 +84,9 @@ class HubSnapshot:
     files: dict[str, HubFile] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
 
+    def is_at(self, revision: str | None) -> bool:
+        return revision in (None, self.revision, self.commit)
+
     @property
     def num_bytes(self) -> int:
         return sum(entry.size for entry in self.files.values())

@@ -140,8 +140,9 @@ def timeline_svg(report: RunReport, paint: Paint = alone) -> str:
     ):
         times, steps = columns["time"], columns.steps
         for session in sessions:
-            points = _steps_of(session, times, steps)
-            drawn = " ".join(f"{x_of(t):.1f},{y_of(s):.1f}" for t, s in points)
+            mine = (times >= session.begun) & (times <= session.ended + 1e-3)
+            kept, at = (one.tolist() for one in thinned(steps[mine], times[mine], 300))
+            drawn = " ".join(f"{x_of(t):.1f},{y_of(s):.1f}" for t, s in zip(at, kept, strict=True))
             if drawn:
                 parts.append(
                     f'<polyline points="{drawn}" fill="none" stroke="{color}"{stroke} '
@@ -179,15 +180,6 @@ def _band(
         parts.append(_text((left + right) / 2, top - 8, str(session.number), paint("muted"),
                            "middle", 12))  # fmt: skip
     return parts
-
-
-def _steps_of(
-    session: ReportedSession, times: Numbers, steps: Numbers
-) -> list[tuple[float, float]]:
-    """Returns the times and steps of a session."""
-    mine = (times >= session.begun) & (times <= session.ended + 1e-3)
-    steps, times = thinned(steps[mine], times[mine], 300)
-    return list(zip(times.tolist(), steps.tolist(), strict=True))
 
 
 def _marks(
