@@ -15,7 +15,7 @@ from overland.apps.console.opening import binary_size, lines_of_plan, run_in_wor
 from overland.apps.console.readme import strategy_in_words
 from overland.checks.own_model import left_out, require_order
 from overland.config.derived import model_name, resolve_degrees, resolve_dtype, rows_per_step
-from overland.config.schema import ActivationCheckpoint, Compile, JobConfig, Parallelism
+from overland.config.schema import JobConfig, Parallelism
 from overland.errors import TrainingError
 from overland.models.flops import (
     causal_flops_per_token,
@@ -141,12 +141,8 @@ class PlannedRun:
         is the mean over them, which is known from a whole model on the meta device."""
         device = torch.device(device_type(self.config.training.device))
         config = resolve_dtype(self.config, device.type)
-        plain = {
-            "parallelism": Parallelism(),
-            "compile": Compile(enable=False),
-            "activation_checkpoint": ActivationCheckpoint(mode="none"),
-        }
-        whole = config.model_copy(update=plain)
+        undivided = config.model_copy(update={"parallelism": Parallelism()})
+        whole = undivided.having({"compile.enable": False, "activation_checkpoint.mode": "none"})
         with fake_world(0, 1):
             mesh = build_mesh(resolve_degrees(whole.parallelism, 1), "cpu")
             held = held_bytes(build_parts(self.architecture, mesh, whole), config)

@@ -215,7 +215,9 @@ def as_keys(values: Iterable[Any], already: int = 0) -> list[Any]:
     return keys
 
 
-def as_dict(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+def as_dict(pairs: Any = ()) -> dict[Any, Any]:
+    """Returns a dict of pairs, or of those in another dict."""
+    pairs = pairs.items() if isinstance(pairs, dict) else pairs
     return _pairs([one for key, value in pairs for one in (key, value)])
 
 

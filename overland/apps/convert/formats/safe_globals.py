@@ -91,10 +91,6 @@ def _parameter(tensor: Any, *_: Any) -> Stored:
     return tensor
 
 
-def _pairs(pairs: Any) -> dict[Any, Any]:
-    return as_dict(pairs.items() if isinstance(pairs, dict) else pairs)
-
-
 def _bytes(text: Any = b"", encoding: Any = "latin1") -> bytes:
     """Returns bytes or a bytearray as older protocols write them."""
     if isinstance(text, bytes):
@@ -140,9 +136,9 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): lambda sizes=(): tuple(sizes),
     ("torch", "device"): lambda *parts: ":".join(map(_word, parts)),
     ("torch.serialization", "_get_layout"): lambda name: _word(name),
-    ("collections", "OrderedDict"): lambda pairs=(): OrderedDict(_pairs(pairs)),
-    ("collections", "defaultdict"): lambda _factory=None, pairs=(): _pairs(pairs),
-    ("collections", "Counter"): lambda counts=(): _pairs(counts),
+    ("collections", "OrderedDict"): lambda pairs=(): OrderedDict(as_dict(pairs)),
+    ("collections", "defaultdict"): lambda _factory=None, pairs=(): as_dict(pairs),
+    ("collections", "Counter"): as_dict,
     ("_codecs", "encode"): _bytes,
     ("builtins", "set"): lambda items=(): set(as_keys(items)),
     ("builtins", "frozenset"): lambda items=(): frozenset(as_keys(items)),
@@ -150,7 +146,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("builtins", "bytearray"): _bytes,
     ("builtins", "complex"): lambda real, imaginary: complex(real, imaginary),
     ("builtins", "list"): lambda items=(): list(items),
-    ("builtins", "dict"): lambda pairs=(): _pairs(pairs),
+    ("builtins", "dict"): as_dict,
     ("builtins", "int"): lambda: 0,
     ("builtins", "float"): lambda: 0.0,
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"): lambda stage: int(stage),
