@@ -87,8 +87,7 @@ def choose_recompute(
         return "none", ""
     # All ranks must agree: collectives inside a block are recomputed with it.
     device_bytes = from_first_rank(device_memory(device, config.comm.ranks_per_device))
-    kernels = torch.version.hip is None
-    mode, memory = least_recompute(architecture, config, degrees, device_bytes, compiled, kernels)
+    mode, memory = least_recompute(architecture, config, degrees, device_bytes, compiled)
     peak, there = memory.peak / 2**30, device_bytes / 2**30
     return mode, f"{WORDS[mode]}: estimated {peak:.1f} of {there:.1f} GiB"
 
@@ -99,12 +98,11 @@ def least_recompute(
     degrees: Degrees,
     device_bytes: int,
     compiled: bool,
-    kernels: bool = True,
 ) -> tuple[str, StepMemory]:
     """Returns the first mode of RECOMPUTE that fits the device, or the last if none does, and its
     memory."""
     for recompute in RECOMPUTE:
-        memory = step_memory(model, config, degrees, recompute, compiled, kernels)
+        memory = step_memory(model, config, degrees, recompute, compiled)
         if memory.peak <= USABLE * device_bytes:
             break
     return recompute, memory

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from overland.config.derived import resolve_degrees, resolve_dtype
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
 from overland.models.registry import model_config
+from overland.training import fit
 from overland.training.fit import least_recompute
 from overland.training.memory import RECOMPUTE, StepMemory, step_memory
 
@@ -161,6 +163,21 @@ def test_the_least_recomputation_that_fits(
     architecture, config = job(flavor, rows, seq_len)
     degrees = resolve_degrees(config.parallelism, 1)
     assert least_recompute(architecture, config, degrees, H200, compiled=True)[0] == chosen
+
+
+def test_an_estimate_for_amd_counts_what_only_our_own_kernels_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the table at the start and in refusals as in the choice of recompute."""
+    architecture, config = job("8B", 1)
+    degrees = resolve_degrees(config.parallelism, 1)
+
+    def peak() -> float:
+        return fit.estimate(config, architecture, degrees, torch.device("cpu")).peak
+
+    nvidia = peak()
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert peak() > nvidia
 
 
 def test_more_recomputation_takes_less_memory() -> None:
