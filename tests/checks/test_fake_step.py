@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from overland.apps.check.fake_step import KEPT, fake_steps
+from overland.apps.check.planned import PlannedRun
 from overland.apps.proofs.layout import proof_job
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
@@ -190,3 +191,10 @@ def test_a_count_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(objectives._OBJECTIVES, "rows", Rows)
     with pytest.raises(ObjectiveError, match=r"Rows.count\(\) returned int"):
         steps(1, "training.objective=rows", *SMALL)
+
+
+def test_a_hybrid_stage_is_described_as_it_is_stepped() -> None:
+    config = JobConfig().having({"parallelism.sharding_stage": "zero3_hybrid"})
+    planned = PlannedRun(config, 16)
+    assert (planned.degrees.dp_replicate, planned.degrees.dp_shard) == (2, 8)
+    assert planned.lines("16")["devices"] == "16, 8 per node"

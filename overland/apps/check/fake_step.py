@@ -58,6 +58,7 @@ NOT_FOR_FAKES = (
     fake_tensor.UnsupportedOperatorException,
 )
 
+RANKS_PER_NODE = 8  # of a run elsewhere; hybrid stages shard within a node
 KEPT = "kept_for_backward"  # by all micro-batches in flight
 
 
@@ -79,7 +80,7 @@ def fake_steps(config: JobConfig, world_size: int, device_type: str = "cuda") ->
     """Returns a step of rank 0; with a pipeline, of the first rank of each stage. `device_type`:
     where the run will be, which decides its precision."""
     config = resolve_dtype(config, device_type)
-    degrees = resolve_degrees(config.parallelism, world_size, ranks_per_node=8)
+    degrees = resolve_degrees(config.parallelism, world_size, RANKS_PER_NODE)
     if degrees.pp == 1:
         return [fake_step(config, degrees, 0)]
     schedule = config.parallelism.pipeline_parallel_schedule

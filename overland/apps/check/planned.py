@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from overland.apps.check.fake_step import KEPT, NOT_FOR_FAKES, fake_steps, fake_world
+from overland.apps.check.fake_step import (
+    KEPT,
+    NOT_FOR_FAKES,
+    RANKS_PER_NODE,
+    fake_steps,
+    fake_world,
+)
 from overland.apps.check.rehearsal import known_steps
 from overland.apps.console.opening import binary_size, lines_of_plan, run_in_words
 from overland.apps.console.readme import strategy_in_words
@@ -49,7 +55,7 @@ class PlannedRun:
     def __init__(self, config: JobConfig, world_size: int) -> None:
         training = config.training
         self.config, self.world_size = config, world_size
-        self.degrees = resolve_degrees(config.parallelism, world_size)
+        self.degrees = resolve_degrees(config.parallelism, world_size, RANKS_PER_NODE)
         self.architecture = model_config(config.model)
         self.rows = rows_per_step(training, self.degrees.dp)
         self.passes = self.rows // (training.local_batch_size * self.degrees.dp)
@@ -62,6 +68,9 @@ class PlannedRun:
 
     def lines(self, devices: str) -> dict[str, str]:
         """Returns the lines that `overland train` would print first, but for the last ones."""
+        stage = self.config.parallelism.sharding_stage or ""
+        if stage.endswith("hybrid") and self.world_size > RANKS_PER_NODE:
+            devices += f", {RANKS_PER_NODE} per node"
         found = lines_of_plan(self.config, self.degrees, self.architecture, devices, self.steps)
         if self.passes > 1:
             found["batch"] += f"; accumulated over {self.passes:,} passes"
