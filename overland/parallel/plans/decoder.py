@@ -1,5 +1,5 @@
-"""The plan of a decoder: what is split over `tp` and `cp` and how, and which sizes and modules
-cannot be.
+"""The plan of a decoder, built-in or custom: splits its matrices over `tp` by their roles and its
+rows over `cp`, and refuses sizes and modules that cannot be split.
 
     over tp           what is split                             how
     between blocks    rows of the sequence                      norms and residuals work on 1/tp
