@@ -58,12 +58,6 @@ def resolve_paths(
     return with_paths(config, resolve), written, variables, problems
 
 
-def with_literal_paths(config: JobConfig) -> JobConfig:
-    """Returns the config with every `$` in its paths escaped, so that none is read as a
-    variable."""
-    return with_paths(config, lambda key, path: path.replace("$", "$$"))
-
-
 def with_paths(config: JobConfig, change: Change) -> JobConfig:
     """Returns the config with each path in it changed."""
     return config.having(
