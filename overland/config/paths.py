@@ -76,12 +76,10 @@ def on_paths(key: Key, value: Any, change: Change) -> Any:
     if isinstance(value, dict) and key.table:
         tables = {}
         for name, table in value.items():
-            path = (*key.dotted.split("."), name)
-            inner = [key.inside((*path, one)) for one in key.table.model_fields]
             changed = {
-                one.name: on_paths(one, getattr(table, one.name), change)
-                for one in inner
-                if one is not None and one.has_paths
+                inner: on_paths(one, getattr(table, inner), change)
+                for inner, one in key.inside(name).items()
+                if one.has_paths
             }
             tables[name] = table.model_copy(update=changed)
         return tables
