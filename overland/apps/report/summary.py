@@ -317,13 +317,9 @@ def environment_of(report: RunReport) -> list[tuple[str, str]]:
     """Returns the environment of the newest session, and what differed in earlier ones."""
     rows = []
     for name in ("overland", "torch", "cuda", "rocm", "python", "system", "machine", "job"):
-        values = []
-        for session in report.sessions:
-            software = table_in(session.facts, "software")
-            value = str(software.get(name) or session.facts.get(name) or "")
-            if value and value not in values:
-                values.append(value)
-        if values:
+        facts = [one.facts for one in report.sessions]
+        said = [table_in(one, "software").get(name) or one.get(name) for one in facts]
+        if values := list(dict.fromkeys(str(value) for value in said if value)):
             before = f" (before: {', '.join(values[:-1][-8:])})" if len(values) > 1 else ""
             rows.append((name, values[-1] + before))
     return rows
