@@ -59,7 +59,7 @@ class History:
                         self._take(object_in(line))
 
     def _take(self, line: Record) -> None:
-        step = line.get("step")
+        step = line.get("step", -1)
         if not is_step(step):  # cut short by a kill or a full disk
             return
         record = {name: value for name, value in line.items() if _is_number(name, value)}
