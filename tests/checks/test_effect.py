@@ -107,7 +107,6 @@ NESTED = {"data.sources": DataSource, "validation.sets": ValidationSet,
 # Keys that neither a description nor a small run on a CPU can show.
 NOT_HERE = {
     "checkpoint.skip_optimizer": "only a resumed run has an optimizer to skip (tests/training)",
-    "comm.init_timeout_seconds": "read where ranks connect (tests/parallel)",
     "comm.backend": "read where ranks connect (tests/parallel)",
     "compile.cuda_graphs": "needs a GPU",
     "health.max_failed_starts": "read by the supervisor of a job (tests/cluster/supervise)",
