@@ -139,4 +139,7 @@ def _looked_at(run: Run, batch: Batch) -> dict[int, tuple[float, float]]:
     reshard(run.model.parts)
     # Only the last stage of a pipeline has results.
     mine = dict(zip(rows, torch.cat(found)[:, :2].tolist(), strict=True)) if found else {}
-    return {row: values for one in all_of(mine) for row, values in one.items()}
+    together: dict[int, tuple[float, float]] = {}
+    for one in all_of(mine):
+        together |= one
+    return together

@@ -423,4 +423,5 @@ class FileWeights:
                         f"config.json requires {list(shape)}"
                     )
                 if target.numel():
-                    target.copy_(lazy.load_box(offsets, target.shape))
+                    ends = (at + size for at, size in zip(offsets, target.shape, strict=True))
+                    target.copy_(lazy.load_slice(tuple(map(slice, offsets, ends))))

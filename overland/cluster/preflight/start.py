@@ -12,13 +12,14 @@ import re
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from overland.cluster.slurm_jobs import signal_step
 from overland.errors import ClusterError
-from overland.processes import PYTHON, wait_for_all
+from overland.processes import PYTHON
 from overland.slurm import expand_counts, expand_hosts
 from overland.world.launch import free_port
 
@@ -59,16 +60,24 @@ class Started:
     def stop(self) -> None:
         """Ends all tasks. They end by themselves when the conductor says so, otherwise they are
         killed."""
-        have_ended = wait_for_all(self.processes, GRACE_SECONDS)
-        if not have_ended and self.is_all and self.step is not None:
+        if not self._have_ended() and self.is_all and self.step is not None:
             signal_step(self.step, signal.SIGKILL, self._env)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if not wait_for_all(self.processes, GRACE_SECONDS):
+            if not self._have_ended():
                 for process in self.processes:
                     process.send_signal(number)
                     process.send_signal(signal.SIGCONT)
-        wait_for_all(self.processes, GRACE_SECONDS)
+        self._have_ended()
         self.output.close()
+
+    def _have_ended(self) -> bool:
+        """Waits a while for all of them to end, and returns whether they have."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(process.poll() is None for process in self.processes):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
 
     def _read(self) -> str:
         return os.pread(self.output.fileno(), 2**22, 0).decode(errors="replace")

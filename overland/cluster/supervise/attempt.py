@@ -86,8 +86,11 @@ class Attempt:
 
     def listen(self) -> None:
         """Reads new output of the ranks, and prints what belongs in the log."""
-        while not self._lines.empty():
-            line = self._lines.get()
+        while True:
+            try:
+                line = self._lines.get_nowait()
+            except queue.Empty:
+                break
             if not self.findings.read(line) and line.strip():
                 with contextlib.suppress(OSError):  # the log may be on the disk that is full
                     print(line.rstrip("\n"), flush=True)
