@@ -102,7 +102,8 @@ def least_recompute(
     """Returns the first mode of RECOMPUTE that fits the device, or the last if none does, and its
     memory."""
     for recompute in RECOMPUTE:
-        memory = step_memory(model, config, degrees, recompute, compiled)
+        kernels = torch.version.hip is None
+        memory = step_memory(model, config, degrees, recompute, compiled, kernels)
         if memory.peak <= USABLE * device_bytes:
             break
     return recompute, memory
@@ -252,4 +253,5 @@ def estimate(
         there = device_memory(device, config.comm.ranks_per_device)
         return least_recompute(architecture, config, degrees, there, compiled)[1]
     recompute = mode if mode in RECOMPUTE else "none"
-    return step_memory(architecture, config, degrees, recompute, compiled)
+    kernels = torch.version.hip is None
+    return step_memory(architecture, config, degrees, recompute, compiled, kernels)

@@ -24,8 +24,6 @@ from math import prod
 from operator import mul
 from typing import Any
 
-import torch
-
 from overland.config.derived import STAGES_PER_RANK, Degrees, rows_per_step
 from overland.config.schema import JobConfig
 from overland.models.config import EMBEDDING, HEAD
@@ -95,9 +93,11 @@ def step_memory(
     degrees: Degrees,
     recompute: str,
     compiled: bool,
+    kernels: bool = True,
 ) -> StepMemory:
     """Estimates a step of a model whose config has `activations` (see models/structure.py).
-    `recompute` is one of RECOMPUTE (selective: by operator)."""
+    `recompute` is one of RECOMPUTE (selective: by operator); `kernels`: whether our own kernels
+    are used, as on NVIDIA GPUs."""
     training = config.training
     rows = training.local_batch_size
     if degrees.pp > 1:
@@ -110,7 +110,7 @@ def step_memory(
         recompute=recompute,
         compiled=compiled,
         float8=training.float8 != "off",
-        kernels=torch.version.hip is None,  # our own are not used on AMD's GPUs
+        kernels=kernels,
         trains_head=not {EMBEDDING, HEAD}.isdisjoint(_trained(model, config)),
     )
     made = model.activations(one)
