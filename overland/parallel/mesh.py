@@ -96,7 +96,7 @@ def build_mesh(degrees: Degrees, device_type: str, timeout_seconds: int = 1800) 
     Parts with the same ranks share a group, since a group costs connections and memory; only cp's
     collectives have one of their own, so that they need not wait for parameters on their way."""
     ranks = torch.arange(dist.get_world_size()).view([getattr(degrees, axis) for axis in AXES])
-    here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    by_members = dist.get_backend() != "mpi"  # where all ranks must create all groups
     assert dist.group.WORLD is not None
     groups = {(_divided(degrees, AXES), False): dist.group.WORLD}
 
@@ -104,16 +104,19 @@ def build_mesh(degrees: Degrees, device_type: str, timeout_seconds: int = 1800) 
         axes = _divided(degrees, axes)
         key = (axes, part == "cp" and bool(axes))
         if key not in groups:
-            mine = (
-                slice(None) if axis in axes else place
-                for axis, place in zip(AXES, here, strict=True)
-            )
-            groups[key] = dist.new_group(
-                ranks[tuple(mine)].flatten().tolist(),
-                timedelta(seconds=timeout_seconds),
-                use_local_synchronization=True,
-                group_desc=part,
-            )
+            order = sorted(range(len(AXES)), key=lambda axis: AXES[axis] in axes)
+            size = prod(getattr(degrees, axis) for axis in axes)
+            for members in ranks.permute(order).reshape(-1, size).tolist():
+                is_mine = dist.get_rank() in members
+                if is_mine or not by_members:
+                    group = dist.new_group(
+                        members,
+                        timedelta(seconds=timeout_seconds),
+                        use_local_synchronization=by_members,
+                        group_desc=part,
+                    )
+                if is_mine:
+                    groups[key] = group
         return groups[key]
 
     def cut(parts: dict[str, tuple[str, ...]]) -> DeviceMesh:
