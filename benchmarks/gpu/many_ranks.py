@@ -30,7 +30,8 @@ from overland.world import World
 ROOT = Path(__file__).parents[2]
 EXACT = """
     shard2 shard4:zero2 rep2xshard2 shard4:zero3_hybrid tp2 tp2xshard2:op pp2 pp2:Interleaved1F1B
-    cp2 cp2+documents cp2xtp2 pp2xtp2 cp2xshard2:full shard2+lora tp2+dpo pp2+dpo shard2+vit
+    cp2 cp2+documents cp2xtp2 pp2xtp2 cp2xshard2:full shard2+lora shard2+qlora
+    tp2+dpo pp2+dpo shard2+vit
 """
 # Pairs of (layout, compiled or not, recompute, kind of training), so that each pair occurs.
 HALF = """
@@ -43,10 +44,10 @@ HALF = """
     shard2+float8 shard4:compile+float8 rep2xshard2:compile:full+float8 tp2:compile+float8
     tp2xshard2:op+float8 pp2:compile+float8 cp2:compile:full+float8 cp2xtp2+float8
     shard4:compile+lora tp2+lora tp2xshard2:compile:full+lora pp2:compile+lora cp2:op+lora+documents
-    shard2:full+dora
+    shard2:full+dora shard4:compile+qlora pp2xshard2:full+qlora
     shard2:compile+dpo tp2+dpo pp2:full+dpo cp2:compile:op+dpo rep2xshard2+dpocopy
     shard4:compile+sft pp2xcp2+sft
-    shard2+vit shard4:compile:full+vit rep2:compile+vit pp2:op+vit
+    shard2+vit shard4:compile:full+vit rep2:compile+vit
     tp2xshard2+sparse tp2:compile:async tp2xshard2:compile:async
 """
 SINGLE = (
@@ -138,8 +139,8 @@ def prove_layouts(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "experts.toml"
         own.write_text(
-            f'[job]\ncustom_import = "{ROOT}/docs/examples/experts.py"\n'
-            '[model]\nname = "experts"\n[training]\ndataset = "random"\n'
+            '[job]\ncustom_import = "docs.examples.experts"\n'
+            '[model]\nname = "experts"\nflavor = "tiny"\n[training]\ndataset = "random"\n'
         )
         # A table of its own: the layouts have the same names.
         more = "--dtype", "bfloat16", "--steps", str(ROUNDED_STEPS)

@@ -63,6 +63,8 @@ def check_custom_import(loaded: Loaded) -> Iterator[Problem]:
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             message = "no such module in this folder or among the installed packages"
+            if name.endswith(".py"):
+                message += f"; a module has no .py: {Path(name).stem}, from its folder"
         else:
             message = (
                 f"cannot be imported: it needs the module {error.name}, which is not installed"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overland.errors import ModelError
+from overland.kernels.nf4 import columns_of, pack
 from overland.models.config import DecoderConfig
 from overland.models.draws import hash_bits, keys_of
 from overland.models.structure import Constant, Normal, Rule, Uniform, ties_of
@@ -53,12 +54,14 @@ def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> 
                 raise ModelError(f"{name} is on the meta device; call to_empty() before init")
             # Alone on a last pipeline stage, a tied parameter starts like the one it is tied to.
             rule = rule_of(model, ties.get(name, name))
-            if not tensor.is_floating_point():
-                tensor.zero_()  # frozen and quantized: such weights are loaded later
-            elif isinstance(rule, Constant):
+            if isinstance(rule, Constant):
                 tensor.fill_(rule.value)
-            else:
+            elif tensor.is_floating_point():
                 fill_random(tensor, seed, rule, offsets, shape)
+            elif tensor.numel():  # rows in 4 bits
+                wide = torch.empty(len(tensor), columns_of(tensor), device=tensor.device)
+                fill_random(wide, seed, rule, offsets, (shape[0], wide.shape[1]))
+                tensor.copy_(pack(wide))
 
 
 def rule_of(model: nn.Module, name: str) -> Rule:

@@ -21,8 +21,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -40,6 +42,27 @@ from overland.models.structure import ties_of
 from overland.parallel.mesh import Mesh
 
 HALVES = ("float32", "bfloat16")  # stored in the first, computed in the second
+
+
+def _allow_integers() -> None:
+    """Makes FSDP of torch 2.11 take parameters of integers (weights in 4 bits, the masks of sparse
+    layers) as later versions do: it would let each have a gradient, which torch refuses, and cast
+    it."""
+    of_floats = fsdp_param.FSDPParam.init_dtype_attrs
+
+    def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    def init_dtype_attrs(self: fsdp_param.FSDPParam, policy: MixedPrecisionPolicy) -> None:
+        is_cast = self.sharded_param.is_floating_point()
+        of_floats(self, policy if is_cast else MixedPrecisionPolicy())
+
+    fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)  # type: ignore[assignment]
+    fsdp_param.FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[assignment]
+
+
+if torch.__version__ < "2.12":
+    _allow_integers()
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, config: JobConfig) -> None:

@@ -77,6 +77,10 @@ KINDS: dict[str, Sections] = {
         }
     },
     "dora": {"lora": {"rank": 4, "targets": "all-linear", "dora": True}},
+    "qlora": {  # a scale is for 64 weights
+        ARCHITECTURE: {"hidden_size": 64, "intermediate_size": 128},
+        "lora": {"rank": 4, "targets": "all-linear", "base": "nf4"},
+    },
     "loraembedding": {"lora": {"rank": 4, "targets": ["embed_tokens", "v_proj"]}},
     "sft": {"sft": {"shape": "messages"}, "data": {"packing": "best_fit", "document_mask": True}},
     "dpo": {**PAIRS, "preference": {"loss": "dpo"}, "lora": {"rank": 4, "targets": "all-linear"}},
@@ -156,7 +160,7 @@ SHORT = parse_all("""
     cp2:full+window  cp2+dpocopy  cp2xtp2+documents
     pp2:1F1B+tied  pp2:GPipe:microbatch2+uneven  pp2:Interleaved1F1B  pp2:InterleavedZeroBubble
     pp2:ZBVZeroBubble+tied  pp2:DualPipeV  pp2+dpo
-    pp2xtp2+tied  pp2xshard2:zero2:full+lora  pp2xcp2+sft  tp2xshard2:op+sparse
+    pp2xtp2+tied  pp2xshard2:zero2:full+lora  pp2xcp2+sft  tp2xshard2:op+sparse  shard2+qlora
 """)
 
 # All of them: `make prove-all`.
@@ -197,6 +201,7 @@ LAYOUTS = SHORT + parse_all("""
     shard4:zero2_hybrid+sparse  shard4:accumulate+sparse  tp2+sparse  tp4+sparse+bias  cp2+sparse
     tp2xshard2:compile+sparse  pp2+sparse  pp2xtp2:full+sparse+tied  pp2:ZBVZeroBubble+sparse
     cp2xtp2+sparse+documents
+    shard4:zero3_hybrid+qlora  shard2:compile:full+qlora  pp2xshard2+qlora  cp2:full+qlora
 """)
 
 # All five axes: 32 ranks, outside CI.
