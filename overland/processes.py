@@ -10,7 +10,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 # The start of the commands that run Overland again. `-P` keeps the current folder off the path: a
@@ -77,6 +79,21 @@ def age_of_process() -> float:
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
     except (AttributeError, OSError, ValueError):
         return 0.0
+
+
+def start_unheard(command: Sequence[str], env: Mapping[str, str]) -> Popen[bytes]:
+    """Starts a process that reads nothing, and whose output nobody reads."""
+    return Popen(command, env=dict(env), stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
+
+
+def wait_for_all(processes: Sequence[Popen[bytes]], seconds: float) -> bool:
+    """Waits this long for our own processes to end, and returns whether they have."""
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 STOPPED_STATES = ("T", "t")  # by a signal, by a debugger

@@ -106,24 +106,23 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     if not is_run:
         devices = ngpu(os.environ) or devices_for(found)[0]
         return _of_config(loaded, Preparer(report=_say), devices), step - 1
-    vocab_size = getattr(model_config(loaded.model), "vocab_size", None)
     folder = RunFolder(loaded.model_copy(update={"job": Job(dump_folder=str(run))}))
     fed = read_ledger(folder.ledger).fed if folder.ledger.is_file() else {}
     ahead = step - max(fed, default=0)
     batch = fed[step].batch if step in fed else step - 1
     if fed and ahead > 0:
         batch = fed[max(fed)].batch + ahead
-    return planned_data(loaded, vocab_size, run), batch
+    return planned_data(loaded, run), batch
 
 
-def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
+def planned_data(config: JobConfig, run: Path) -> Dataset:
     """Opens the training set of a run from its folder: plan, corpora, tokenizer."""
     kept = kept_plan(run)
     if not kept:
         raise DataError(f"{run / PLAN} does not exist: the run has not recorded its data plan")
     folders, plan = kept.get("corpora", {}), Plan.from_json(kept["plan"])
     tokenizer = tokenizer_of(run, config.data) if (run / TOKENIZER).is_dir() else None
-    wanted = sources_of(config)
+    wanted, vocab_size = sources_of(config), _vocab_size(config)
     corpora: dict[str, AnyCorpus] = {}
     reader = Opener(config, tokenizer, vocab_size, Preparer(tokenizes=False))
     for name in plan.sources:
@@ -148,9 +147,12 @@ def tokenizer_of(run: Path, data: Data) -> Tokenizer:
 
 
 def _of_config(config: JobConfig, preparer: Preparer, devices: int) -> Dataset:
-    vocab_size = getattr(model_config(config.model), "vocab_size", None)
     memory, size = RunFolder(config).data, global_batch_size(config, devices)
-    return training_data(config, size, vocab_size, preparer, memory)
+    return training_data(config, size, _vocab_size(config), preparer, memory)
+
+
+def _vocab_size(config: JobConfig) -> int | None:
+    return getattr(model_config(config.model), "vocab_size", None)
 
 
 def _say(message: str) -> None:

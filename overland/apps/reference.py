@@ -20,12 +20,9 @@ def reference_rows(word: str = "") -> list[dict[str, Any]]:
     rows = []
     for key in all_keys().values():
         rows.append(_row(key, key.section, key.name))
-        for name in key.table.model_fields if key.table else ():
-            inner = key.inside((key.section, key.name, "NAME", name))
-            assert inner is not None
-            rows.append(_row(inner, key.section, f"{key.name}.NAME.{name}"))
-        for name, field in key.record.model_fields.items() if key.record else ():
-            rows.append(_row(Key(key.dotted, name, field), key.section, f"{key.name}.{name}"))
+        above = ("NAME",) if key.table else ()
+        for name, inner in key.inside(*above).items():
+            rows.append(_row(inner, key.section, ".".join([key.name, *above, name])))
     said = "{section}.{key}\n{description}"
     return [row for row in rows if word.lower() in said.format(**row).lower()]
 

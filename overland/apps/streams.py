@@ -24,40 +24,26 @@ ASCII = {"…": "...", "–": "-", "—": "-", "→": "->", "×": "x", "·": "."
 UPPER_DOTS = 0b00011011  # of a character of braille, in which `overland watch` draws its curve
 
 
-class VisibleStream(io.TextIOWrapper):
-    """Escapes control characters. It writes to the buffer of the stream that it stands in for,
-    which also closes it."""
+class VisibleStream:
+    """Escapes control characters in what is written to a stream."""
 
-    def __init__(self, stream: io.TextIOWrapper) -> None:
-        stream.flush()
-        super().__init__(
-            stream.buffer, stream.encoding, "overland",
-            line_buffering=stream.line_buffering, write_through=stream.write_through,
-        )  # fmt: skip
-        self._stands_in_for = stream
+    def __init__(self, stream: TextIO) -> None:
+        self.raw = stream
 
     def write(self, text: str) -> int:
-        super().write(visible(text))
+        self.raw.write(visible(text))
         return len(text)
 
-    def close(self) -> None:
-        self.flush()
-
-
-class _Raw:
-    def __init__(self, stream: VisibleStream) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return io.TextIOWrapper.write(self._stream, text)
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.raw, name)
 
 
 def raw(stream: TextIO) -> TextIO:
     """Returns the same stream without the escapes."""
-    return cast("TextIO", _Raw(stream)) if isinstance(stream, VisibleStream) else stream
+    return stream.raw if isinstance(stream, VisibleStream) else stream
 
 
 class SafeConsole(Console):
@@ -91,7 +77,8 @@ def guard_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        elif isinstance(stream, io.TextIOWrapper) and not isinstance(stream, VisibleStream):
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="overland")
             setattr(sys, name, VisibleStream(stream))
 
 

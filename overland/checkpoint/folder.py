@@ -152,8 +152,8 @@ def _can_reserve(folder: Path, num_bytes: int) -> bool:
 
 
 def delete(path: Path, disk: Disk) -> None:
-    """Deletes a checkpoint. The marker goes first, so that nothing mistakes the rest for a
-    checkpoint."""
+    """Deletes a checkpoint, or what was made from one. A marker goes first, so that nothing
+    mistakes the rest for a checkpoint."""
     disk.remove(path / COMMITTED)
     doomed = path.with_name(f".{path.name}.deleted")
     disk.remove_folder(doomed)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,7 +28,6 @@ from overland.errors import CheckpointError, MismatchError
 from overland.files import Moved, ignore
 
 Shape = tuple[int, ...]
-Slices = tuple[slice, ...]
 
 MODEL, OPTIMIZER, NUM_UPDATES = "model.", "optimizer.", "optimizer.num_updates"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, as torch and DeepSpeed name it
@@ -56,7 +55,7 @@ def counter() -> Moved:
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """A tensor that is not in memory. By default reading a slice costs as much as the whole."""
+    """A tensor that is not in memory. By default reading a box costs as much as the whole."""
 
     shape: Shape
     dtype: torch.dtype
@@ -72,8 +71,13 @@ class Lazy:
     def load(self) -> Tensor:
         raise NotImplementedError
 
-    def load_slice(self, slices: Slices) -> Tensor:
-        return self.load()[slices]
+    def load_box(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return self.load()[slices_of(start, shape)]
+
+
+def slices_of(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the slices that select a box."""
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from overland.checkpoint.format import (
     checksum,
     parse_marker,
 )
+from overland.checkpoint.lazy import Lazy
 from overland.checkpoint.plan import broadcast, local_name
 from overland.errors import CheckpointError, MismatchError
 from overland.files import Moved, ignore
@@ -155,7 +157,14 @@ class CheckpointReader:
         pinned = device is not None and device.type == "cuda"
         data = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         view = memoryview(data.numpy().data)
-        read_fully(self._descriptor(file), view, offset, self.path / file, self._moved)
+        descriptor, path = self._descriptor(file), self.path / file
+        while view:
+            with _reading(path):
+                count = os.preadv(descriptor, [view[:READ_BYTES]], offset)
+            if count == 0:
+                raise CheckpointError(f"{path} is damaged: it ends at byte {offset}")
+            self._moved(count)
+            view, offset = view[count:], offset + count
         return data
 
     def check_parts(self, name: str) -> None:
@@ -177,10 +186,30 @@ class CheckpointReader:
 
     def _descriptor(self, file: str) -> int:
         if file not in self._descriptors:
-            descriptor = open_file(self.path / file, self.index.files[file].num_bytes)
+            path, num_bytes = self.path / file, self.index.files[file].num_bytes
+            with _reading(path):
+                descriptor = os.open(path, os.O_RDONLY)
+            found = os.fstat(descriptor).st_size
+            if found != num_bytes:
+                os.close(descriptor)
+                raise CheckpointError(f"{path} is damaged: it has {found} bytes, not {num_bytes}")
             if self._descriptors.setdefault(file, descriptor) != descriptor:
                 os.close(descriptor)  # another thread opened it first
         return self._descriptors[file]
+
+
+@dataclass(frozen=True, eq=False)
+class SavedTensor(Lazy):
+    """A tensor of a checkpoint, verified as it is read."""
+
+    checkpoint: CheckpointReader
+    name: str
+
+    def load(self) -> Tensor:
+        return self.checkpoint.read(self.name)
+
+    def load_box(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return self.checkpoint.read_slice(self.name, start, shape)
 
 
 def open_checkpoint(
@@ -305,28 +334,6 @@ def fill_local(
         )
     shards = {local_name(name, rank): shard_of(tensor) for name, tensor in state.items()}
     fill(checkpoint, {name: shard for name, shard in shards.items() if shard.numel()})
-
-
-def open_file(path: Path, num_bytes: int) -> int:
-    with _reading(path):
-        descriptor = os.open(path, os.O_RDONLY)
-    found = os.fstat(descriptor).st_size
-    if found != num_bytes:
-        os.close(descriptor)
-        raise CheckpointError(f"{path} is damaged: it has {found} bytes, not {num_bytes}")
-    return descriptor
-
-
-def read_fully(
-    descriptor: int, view: memoryview, offset: int, path: Path, moved: Moved = ignore
-) -> None:
-    while view:
-        with _reading(path):
-            count = os.preadv(descriptor, [view[:READ_BYTES]], offset)
-        if count == 0:
-            raise CheckpointError(f"{path} is damaged: it ends at byte {offset}")
-        moved(count)
-        view, offset = view[count:], offset + count
 
 
 def read_bytes(path: Path) -> bytes:

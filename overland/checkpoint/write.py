@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +26,9 @@ from overland.checkpoint.format import (
     marker,
     num_blocks,
 )
+from overland.checkpoint.lazy import Lazy
 from overland.checkpoint.plan import Box, FilePlan, lay_out_files
-from overland.checkpoint.read import CheckpointReader, in_threads
+from overland.checkpoint.read import CheckpointReader, SavedTensor, in_threads
 from overland.files import Disk, Moved, ignore
 from overland.plugins import plugin
 from overland.run_folder import COMMITTED
@@ -185,7 +186,7 @@ def commit(folder: Path, index: Index, about: dict[str, Any], disk: Disk) -> Non
 
 def write_whole_tensors(
     folder: Path,
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]],
+    tensors: Mapping[str, Lazy],
     run: dict[str, Any],
     about: dict[str, Any],
     disk: Disk | None = None,
@@ -194,15 +195,16 @@ def write_whole_tensors(
 ) -> None:
     """Writes a committed checkpoint of whole tensors, loading one at a time."""
     disk = disk or Disk()
-    listed = list(tensors)
-    boxes = [Box(name, dtype, shape, (0,) * len(shape), shape) for name, dtype, shape, _ in listed]
-    fetch = {name: ask for name, _, _, ask in listed}
+    boxes = [
+        Box(name, one.dtype, one.shape, (0,) * len(one.shape), one.shape)
+        for name, one in tensors.items()
+    ]
     held: dict[str, memoryview] = {}
 
     def read(box: Box, begin: int, end: int) -> memoryview:
         if box.name not in held:
             held.clear()
-            held[box.name] = bytes_of(fetch[box.name]())
+            held[box.name] = bytes_of(tensors[box.name].load())
         return held[box.name][begin:end]
 
     files = lay_out_files(boxes, 0)
@@ -235,10 +237,10 @@ def write_full(
             if full_format == "torch":
                 plugin("four_files").write_four_files(parts, beside, about, disk, moved)
             else:
-                tensors = (
-                    (name, entry.dtype, entry.shape, partial(parts.read, name))
+                tensors = {
+                    name: SavedTensor(entry.shape, entry.dtype, parts, name)
                     for name, entry in parts.tensors.items()
-                )
+                }
                 write_whole_tensors(
                     beside, tensors, index.run, about, disk, index.world_size, moved
                 )

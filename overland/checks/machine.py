@@ -21,12 +21,32 @@ from overland.world.devices import RANKS_PER_DEVICE, device_memory, mps_note
 def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
     """Checks that this build of torch has the backend. Imports torch only for backends that a build
     may lack; auto and gloo always exist."""
-    backend = loaded.config.comm.backend
-    if backend not in ("auto", "gloo") and (lack := _lack_of(backend)):
-        # Builds with MPI are made by hand, so another machine's torch would lack it too.
-        yield loaded.problem(
-            "comm.backend", lack, kind="invalid" if backend == "mpi" else "machine"
+    backend, message = loaded.config.comm.backend, ""
+    if backend in ("auto", "gloo"):
+        return
+    import torch
+    import torch.distributed as dist
+
+    backends = _backends()
+    has = any_of([name for name, there in backends.items() if there], "and")
+    build = f"this build of torch ({torch.__version__}) has {has}"
+    if not backends[backend]:
+        way_out = {
+            "mpi": "build torch from source with MPI, or start with mpirun and nccl or gloo",
+            "nccl": "install torch for CUDA or ROCm, or set comm.backend to auto or gloo",
+            "nvshmem": "install a CUDA build with NVSHMEM, or set comm.backend to nccl",
+        }[backend]
+        message = f"{build}, not {backend}; {way_out}"
+    elif backend != "mpi" and not torch.cuda.is_available():
+        message = (
+            f"{backend} needs a GPU, and this machine has none visible; set comm.backend to gloo"
         )
+    elif backend == "nvshmem" and not dist.is_nccl_available():
+        message = f"{build}, but nvshmem also needs nccl"
+    if message:
+        # Builds with MPI are made by hand, so another machine's torch would lack it too.
+        kind: ProblemKind = "invalid" if backend == "mpi" else "machine"
+        yield loaded.problem("comm.backend", message, kind=kind)
 
 
 def check_sharing(loaded: Loaded) -> Iterator[Problem]:
@@ -104,26 +124,6 @@ def check_float8(loaded: Loaded) -> Iterator[Problem]:
     if message:
         message += '; training.float8 = "off" trains in training.mixed_precision_param'
         yield loaded.problem("training.float8", message, kind="machine")
-
-
-def _lack_of(backend: str) -> str:
-    import torch
-    import torch.distributed as dist
-
-    has = any_of([name for name, there in _backends().items() if there], "and")
-    build = f"this build of torch ({torch.__version__}) has {has}"
-    if not _backends()[backend]:
-        way_out = {
-            "mpi": "build torch from source with MPI, or start with mpirun and nccl or gloo",
-            "nccl": "install torch for CUDA or ROCm, or set comm.backend to auto or gloo",
-            "nvshmem": "install a CUDA build with NVSHMEM, or set comm.backend to nccl",
-        }[backend]
-        return f"{build}, not {backend}; {way_out}"
-    if backend in ("nccl", "nvshmem") and not torch.cuda.is_available():
-        return f"{backend} needs a GPU, and this machine has none visible; set comm.backend to gloo"
-    if backend == "nvshmem" and not dist.is_nccl_available():
-        return f"{build}, but nvshmem also needs nccl"
-    return ""
 
 
 def _backends() -> dict[str, bool]:

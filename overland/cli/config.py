@@ -4,6 +4,7 @@ older one, and shows what a config resolves to.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -24,8 +25,6 @@ def reference(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print every key with its type, default and meaning."""
-    import json
-
     from overland.apps.reference import reference_rows, reference_tables, reference_text
 
     if not reference_rows(word):
@@ -48,8 +47,6 @@ def reference(
 @verb
 def schema() -> None:
     """Print the JSON Schema of a config, for completion in editors."""
-    import json
-
     from overland.apps.reference import json_schema
 
     print(json.dumps(json_schema(), indent=2))

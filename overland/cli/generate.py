@@ -21,7 +21,7 @@ from overland.errors import DataError, OverlandError
 
 if TYPE_CHECKING:
     from overland.apps.evaluation.chat import Asking
-    from overland.apps.evaluation.generate import Completion, Generator
+    from overland.apps.evaluation.generate import Completion
     from overland.apps.evaluation.prompts import Prompt
 
 RESET = "/reset"
@@ -59,6 +59,7 @@ def generate(
         parse_specials: Names of special tokens in PROMPT stand for the tokens (default).
         as_json: Print a JSON object per line.
     """
+    from overland.apps.evaluation.cache import can_cache
     from overland.apps.evaluation.chat import Asking
     from overland.apps.evaluation.prompts import (
         Prompt,
@@ -88,6 +89,10 @@ def generate(
         f"{opened.path}: {str(opened.dtype).removeprefix('torch.')} (--dtype) on {opened.device} "
         "(--device)"
     )
+    if not can_cache(opened.model):
+        note(
+            "generating without a cache: this model has custom parts, which may look at all tokens"
+        )
     asked = Asking(
         opened,
         sampling,
@@ -108,27 +113,11 @@ def generate(
         answer(asked, given, options["batch_size"], as_json)
 
 
-def generator_of(asked: Asking, length: int) -> Generator:
-    """Returns what generates one text of this length at a time."""
-    from overland.apps.evaluation.generate import Generator
-
-    made = Generator(asked.opened, batch_size=1, length=length)
-    note_cache(made)
-    return made
-
-
-def note_cache(made: Generator) -> None:
-    if not made.is_cached:
-        note(
-            "generating without a cache: this model has custom parts, which may look at all tokens"
-        )
-
-
 def answer(asked: Asking, prompts: list[Prompt], batch_size: int, as_json: bool) -> None:
     """Prints the continuation of each prompt."""
     num_full = 0
     with progress_bar("generating", total=len(prompts), visible=len(prompts) > 1) as bar:
-        answers = asked.answers(prompts, batch_size, bar.advance, note_cache)
+        answers = asked.answers(prompts, batch_size, bar.advance)
         for number, (prompt, one) in enumerate(zip(prompts, answers, strict=True)):
             if as_json:
                 show_json(prompt.text, one.text, one)
@@ -148,7 +137,7 @@ def answer(asked: Asking, prompts: list[Prompt], batch_size: int, as_json: bool)
 def stream(asked: Asking, prompt: Prompt) -> None:
     """Prints the continuation of a prompt while it is generated."""
     ids = asked.encoded(prompt)
-    generator = generator_of(asked, len(ids) + asked.num_tokens)
+    generator = asked.generator(len(ids) + asked.num_tokens)
     print(beginning(asked, prompt), end="", flush=True)
     wanted = asked.request(asked.end_ids([prompt]))
     pieces = generator.stream(ids, wanted, ended=lambda one: tell_end(asked, one.reason))
@@ -171,8 +160,7 @@ def converse(asked: Asking, as_json: bool) -> None:
     from overland.apps.evaluation.chat import ChatSession
     from overland.apps.evaluation.prompts import check_turn
 
-    generator = generator_of(asked, asked.opened.context)
-    talk = ChatSession(asked, generator, note)
+    talk = ChatSession(asked, asked.generator(asked.opened.context), note)
     is_watched = sys.stdin.isatty()
     if is_watched:
         note(f"{RESET} clears the conversation; Ctrl-C interrupts an answer; Ctrl-D quits")

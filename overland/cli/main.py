@@ -24,7 +24,6 @@ from overland.cli import (
     init,
     preflight,
     prove,
-    report,
     submit,
     train,
     watch,
@@ -152,7 +151,7 @@ app.command(context_settings=TAKES_SETTINGS)(train.train)
 app.command(cls=submit.Submit, context_settings=TAKES_SETTINGS)(submit.submit)
 app.command(name="ls")(watch.list_runs)
 app.command(cls=watch.Watching)(watch.watch)
-app.command()(report.report)
+app.command()(watch.report)
 app.command(hidden=True)(submit.supervise)
 app.command()(submit.env)
 app.command()(preflight.preflight)

@@ -1,5 +1,7 @@
-"""`overland watch`: the live loop in a terminal, of one run at a time, with its keys and exit
-codes, or a served page; and `overland ls`, which prints a list of runs.
+"""What shows runs: `overland watch`, the live loop in a terminal, of one run at a time, with its
+keys and exit codes, or a served page; `overland ls`, which prints a list of runs; and `overland
+report`, which writes an HTML page, SVG plots or JSON about one or more runs, made by `apps/report/`
+from their folders alone.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from overland.apps.progress import progress_bar
 from overland.apps.streams import SafeConsole
 from overland.cli.common import Json, verb
 from overland.errors import NoRun
@@ -26,8 +29,9 @@ if TYPE_CHECKING:
     from overland.apps.watch.status import Watch
 
 EXIT_CODES = {"stopped": 1, "failed": 1, "silent": 3}
-SLURM_PATIENCE = 5.0  # seconds to wait for Slurm, when the state is printed once
+SLURM_PATIENCE = 5.0  # seconds to wait for Slurm, when the state is printed or written once
 WIDTH_WITHOUT_TERMINAL = 200
+PAGE = "report.html"
 
 
 class Watching(TyperCommand):
@@ -176,3 +180,42 @@ def list_runs(
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else WIDTH_WITHOUT_TERMINAL
     print(*table(runs, width), sep="\n")
+
+
+@verb
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", show_default=False)],
+    output: Annotated[Path | None, typer.Option(show_default=False)] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="DIR", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Write an HTML report on one run, or comparing several.
+
+    The page is one self-contained file: curves, sessions, where the time went, data, samples and
+    config. It changes nothing that training uses, so it is safe to run during training.
+
+    Args:
+        runs: Run folders.
+        output: Page to write; default: report.html, in the run folder or (several runs) here.
+        svg: Also write each plot as SVG.
+        as_json: Print the numbers as JSON; write a page only with --output.
+    """
+    from overland.apps.report.page import numbers_of, write_page, write_plots
+    from overland.apps.report.summary import open_runs
+
+    readers = open_runs(runs)
+    for reader in readers:
+        with progress_bar(f"reading {reader.name}", "bytes") as bar:
+            reader.read_on(bar)
+    found = [reader.report(SLURM_PATIENCE) for reader in readers]
+    written = []
+    if svg is not None:
+        written += write_plots(found, svg)
+    if output is not None or not as_json:
+        page = output or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
+        written.append(write_page(found, page))
+    if as_json:
+        print(json.dumps(numbers_of(found), indent=1, allow_nan=False))
+        return
+    for path in written:
+        print(path)

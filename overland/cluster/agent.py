@@ -23,7 +23,7 @@ from pathlib import Path
 from overland.cluster.error_kinds import error_kind, error_place
 from overland.cluster.wire import Wire
 from overland.errors import Kind
-from overland.processes import PYTHON, STOPPED_STATES, state_of
+from overland.processes import PYTHON, STOPPED_STATES, start_unheard, state_of
 from overland.world import World
 from overland.world.flight_recorder import FILES
 from overland.world.heartbeat import (
@@ -48,16 +48,22 @@ PIPES = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 @contextlib.contextmanager
 def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
-    """Sends heartbeats and reports the final error, if a supervisor started this rank."""
-    if HEARTBEATS not in env:
-        with start_heartbeat(world.rank, env) as beat, reporting(beat):
+    """Yields the heartbeat of this rank, and reports the error that ends it to the supervisor or
+    launcher that started it. Under a supervisor, a signal writes the stacks of its threads."""
+    rank, folder = world.rank, heartbeat_folder(env)
+    if folder is None:
+        beat = _heartbeat_for_launcher(rank, env)
+        with reporting(beat):
             yield beat
         return
-    os.environ[PIPES] = f"{heartbeat_folder(env)}/nccl_"  # read when process groups are created
-    kept = kept_agent(env) if world.local_rank == 0 else contextlib.nullcontext()
-    with kept, start_heartbeat(world.rank, env) as beat:
+    os.environ[PIPES] = f"{folder}/nccl_"  # read when process groups are created
+    # Kept open to the end: without a handler the signal would kill the process.
+    stacks = (folder / f"{rank}.stacks").open("w")
+    with kept_agent(env) if world.local_rank == 0 else contextlib.nullcontext():
+        faulthandler.register(stacks_signal(), file=stacks, all_threads=True)
+        beat = Heartbeat(rank, folder, is_supervised=True)
         beat.on_error = lambda error: say(
-            world.rank, error_kind(error), in_words(error), beat.step, error_place(error)
+            rank, error_kind(error), in_words(error), beat.step, error_place(error)
         )
         try:
             with reporting(beat):
@@ -67,29 +73,20 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[H
             kind = error_kind(cause) if isinstance(cause, Exception) else Kind.CODE
             why = f", caused by {in_words(cause)}" if cause else ""
             what = f"exited with SystemExit({error.code}){why}"
-            say(world.rank, kind, what, beat.step, error_place(cause or error))
+            say(rank, kind, what, beat.step, error_place(cause or error))
             raise
 
 
-@contextlib.contextmanager
-def start_heartbeat(rank: int, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
-    """Yields the heartbeat of this rank; under a supervisor, a signal writes the stacks of its
-    threads from now on."""
-    folder = heartbeat_folder(env)
-    if folder is None:
-        launchers = Path(env[LAUNCHER_HEARTBEATS]) if LAUNCHER_HEARTBEATS in env else None
-        try:
-            beat = Heartbeat(rank, launchers)
-        except OSError:  # no room: the launcher learns less, and the rank trains
-            beat = Heartbeat(rank)
-        if launchers is not None:
-            beat.on_error = lambda error: (launchers / f"{rank}.error").write_text(str(error))
-        yield beat
-        return
-    # Kept open to the end: without a handler the signal would kill the process.
-    stacks = (folder / f"{rank}.stacks").open("w")
-    faulthandler.register(stacks_signal(), file=stacks, all_threads=True)
-    yield Heartbeat(rank, folder, is_supervised=True)
+def _heartbeat_for_launcher(rank: int, env: Mapping[str, str]) -> Heartbeat:
+    if LAUNCHER_HEARTBEATS not in env:
+        return Heartbeat(rank)
+    folder = Path(env[LAUNCHER_HEARTBEATS])
+    try:
+        beat = Heartbeat(rank, folder)
+    except OSError:  # no room: the launcher learns less, and the rank trains
+        beat = Heartbeat(rank)
+    beat.on_error = lambda error: (folder / f"{rank}.error").write_text(str(error))
+    return beat
 
 
 def heartbeat_folder(env: Mapping[str, str] = os.environ) -> Path | None:
@@ -129,13 +126,8 @@ def start_agent(env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     do the same, but is not safe in a process with several threads."""
     names = " ".join(signal.Signals(number).name.removeprefix("SIG") for number in SIGNALS)
     ignore = f'trap "" {names}; exec "$@"'
-    return subprocess.Popen(
-        ["/bin/sh", "-c", ignore, "agent", *PYTHON, "-m", "overland.cluster.agent"],
-        env=dict(env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # srun would wait for whoever still holds a rank's output
-        stderr=subprocess.DEVNULL,
-    )
+    agent = ["/bin/sh", "-c", ignore, "agent", *PYTHON, "-m", "overland.cluster.agent"]
+    return start_unheard(agent, env)  # srun would wait for whoever still holds a rank's output
 
 
 def _keep(agent: subprocess.Popen[bytes], env: Mapping[str, str], over: threading.Event) -> None:

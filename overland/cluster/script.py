@@ -34,19 +34,21 @@ def render_job(job: BatchJob) -> str:
         job,
         most_restarts=MOST_RESTARTS,
         num_guards=min(GUARDS, job.wanted.nodes + job.wanted.spares - 1),
-        command=rank_command(job),
         supervisor=f"{python(job)} -P -m overland",
     )
 
 
 def render_evaluation(job: BatchJob, words: Sequence[str]) -> str:
     """Returns the script of an evaluation job; `words` are the arguments of `overland eval`."""
-    return _rendered("eval.sh.j2", job, command=f"{_inside(job)} -P -m overland", words=words)
+    return _rendered("eval.sh.j2", job, words=words)
 
 
 def _rendered(name: str, job: BatchJob, **more: object) -> str:
+    """Returns a script; `command` is what each rank runs, up to the subcommand."""
+    runs_python = f"{container_command(job)} python" if job.wanted.container else python(job)
     return str(
         template(name).render(
+            command=f"{runs_python} -P -m overland",
             job=job,
             site=job.site,
             facts=job.site.facts,
@@ -165,17 +167,6 @@ def srun_flags(job: BatchJob) -> list[str]:
         flags.append(f"--gpus-per-node={job.devices_per_node}")
     flags += [f"--gpu-bind={shlex.quote(slurm.gpu_bind)}"] if slurm.gpu_bind else []
     return [*flags, *map(quoted_words, slurm.srun)]
-
-
-def rank_command(job: BatchJob) -> str:
-    """Returns the command that each rank runs; the subcommand follows it."""
-    if job.site.facts.scheduler == "none":
-        return f"{_inside(job)} -P -m overland train {shlex.quote(str(job.place.config))}"
-    return f"{_inside(job)} -P -m overland"
-
-
-def _inside(job: BatchJob) -> str:
-    return f"{container_command(job)} python" if job.wanted.container else python(job)
 
 
 def python(job: BatchJob) -> str:

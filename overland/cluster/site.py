@@ -14,15 +14,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from overland.config.errors import ConfigError, Problem
-from overland.config.fields import in_words
+from overland.config.fields import in_words, types_of
 from overland.config.paths import SECRET
 from overland.config.schema.base import PositiveInt, Section
-from overland.config.source import KeyPath, index_lines, nest, read_toml
+from overland.config.source import KeyPath, index_lines, nest, place_of, read_toml
 from overland.words import control_character, nearest_name
 
 
@@ -40,17 +40,16 @@ class Partition(Section):
 
     devices_per_node: PositiveInt | None = None
     cpus_per_task: PositiveInt | None = None
+    """Cores per rank; if omitted, the job divides the node's cores evenly among its ranks."""
     limits: list[Limit] = []
+    """Ordered by number of nodes, smallest first; if there are none, --time is required."""
 
 
-class Slurm(Section):
-    """How jobs are requested from Slurm."""
+class Slurm(Partition):
+    """How jobs are requested from Slurm, in any partition."""
 
     needs: list[Literal["account", "partition", "qos"]] = []
     """Options that the site requires for every job."""
-    devices_per_node: PositiveInt | None = None
-    cpus_per_task: PositiveInt | None = None
-    """Cores per rank; if omitted, the job divides the node's cores evenly among its ranks."""
     gpus: Literal["per-node", "per-task", "none"] = "per-node"
     """per-node: every rank sees all devices of its node; per-task: each rank sees only its own."""
     gpu_bind: str | None = None
@@ -61,8 +60,6 @@ class Slurm(Section):
     """Partitions and QOS levels in which jobs must not wait for one another."""
     sbatch: list[str] = []
     srun: list[str] = []
-    limits: list[Limit] = []
-    """Ordered by number of nodes, smallest first; if there are none, --time is required."""
     partitions: dict[str, Partition] = {}
 
     def within(self, name: str | None) -> Partition:
@@ -160,10 +157,9 @@ def read_site(text: str, shown: str, name: str) -> NamedSite:
         details = error.errors(include_url=False, include_context=False)
         raise ConfigError([_problem(detail, lines, shown) for detail in details]) from None
     problems = [
-        Problem(message, f"{shown}:{line}" if line else shown, ".".join(path))
+        Problem(message, place_of(path, lines, shown), ".".join(path))
         for path, value in [(("name",), name), *_strings(facts.model_dump(), ())]
         if (message := _not_for_scripts(path, value))
-        for line in [_line(path, lines)]
     ]
     if problems:
         raise ConfigError(problems)
@@ -229,14 +225,9 @@ def _reasons(text: str, lines: Mapping[KeyPath, int]) -> dict[str, list[str]]:
     return found
 
 
-def _line(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
-    return next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
-
-
 def _problem(detail: Any, lines: Mapping[KeyPath, int], shown: str) -> Problem:
     path = tuple(str(part) for part in detail["loc"])
-    line = _line(path, lines)
-    where = f"{shown}:{line}" if line else shown
+    where = place_of(path, lines, shown)
     owner = _table(detail["loc"][:-1])
     key, fields = ".".join(path), owner.model_fields if owner else {}
     if detail["type"] == "missing":
@@ -249,13 +240,12 @@ def _problem(detail: Any, lines: Mapping[KeyPath, int], shown: str) -> Problem:
     return Problem(f"expected {words}", where, key, detail["input"])
 
 
-def _table(path: tuple[int | str, ...]) -> type[BaseModel] | None:
+def _table(path: tuple[int | str, ...]) -> type[Section] | None:
     """Returns the class of the table at a path."""
-    table: Any = Site
+    (found,) = types_of(Site)
     for part in path:
-        if isinstance(table, type) and issubclass(table, BaseModel):
-            field = table.model_fields.get(str(part))
-            table = field.annotation if field else None
-        else:  # a list or a table of tables: what it holds
-            table = (get_args(table) or (None,))[-1]
-    return table if isinstance(table, type) and issubclass(table, BaseModel) else None
+        if found.section:
+            found, *_ = types_of(found.section.model_fields[str(part)].annotation)
+        elif found.items:  # a list or a table of tables: what it holds
+            found, *_ = found.items
+    return found.section

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 
 from overland.errors import ClusterError
+from overland.processes import start_unheard
 from overland.slurm import ask, expand_hosts, squeue
 
 ENDED_BY = {  # Slurm's states of a job
@@ -131,12 +131,5 @@ def srun_on(launch: Sequence[str], nodes: Sequence[str], tasks_per_node: int) ->
 def signal_step(step: str, number: int, env: Mapping[str, str] = os.environ) -> None:
     """Sends a signal to all tasks of a step, without waiting: scancel may take long if a node is
     gone."""
-    command = ["scancel", f"--signal={number}", step]
     with contextlib.suppress(OSError):
-        subprocess.Popen(
-            command,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        start_unheard(["scancel", f"--signal={number}", step], env)

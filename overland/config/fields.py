@@ -74,16 +74,17 @@ class Key:
         """The section class of a table with its own keys, such as `model.sparse`."""
         return next((one.section for one in self.types if one.section), None)
 
-    def inside(self, path: tuple[str, ...]) -> Key | None:
-        """Returns a key inside one of those tables: `data.sources.c4.weight`."""
-        fields = self.table.model_fields if self.table else {}
-        return Key(".".join(path[:3]), path[3], fields[path[3]]) if path[3] in fields else None
+    def inside(self, *names: str) -> dict[str, Key]:
+        """Returns the keys of this table (`model.sparse.pattern`), or of the table of this name in
+        it (`data.sources.c4.weight`)."""
+        table, above = self.table or self.record, ".".join([self.dotted, *names])
+        fields = table.model_fields if table else {}
+        return {name: Key(above, name, field) for name, field in fields.items()}
 
     @property
     def has_paths(self) -> bool:
         """Whether variables and `~` in the value are resolved."""
-        table = self.table.model_fields if self.table else {}
-        inner = [Key(self.dotted, name, field) for name, field in table.items()]
+        inner = self.inside().values()
         return any(one.holds_path for one in self.types) or any(key.has_paths for key in inner)
 
     @property
@@ -160,11 +161,10 @@ def find_key(path: tuple[str, ...]) -> Key | None:
     `model.overrides`), or to a key of a table that has its own (`model.sparse.pattern`)."""
     key = all_keys().get(".".join(path[:2]))
     if key is not None and key.record and len(path) == 3:
-        field = key.record.model_fields.get(path[2])
-        return Key(key.dotted, path[2], field) if field is not None else None
+        return key.inside().get(path[2])
     if key is None or (len(path) > 2 and not key.accepts(dict)):
         return None
-    return key.inside(path) if len(path) > 3 and key.table else key
+    return key.inside(path[2]).get(path[3]) if len(path) > 3 and key.table else key
 
 
 def is_current(path: tuple[str, ...], value: Any) -> bool:

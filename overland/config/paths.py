@@ -58,12 +58,6 @@ def resolve_paths(
     return with_paths(config, resolve), written, variables, problems
 
 
-def with_literal_paths(config: JobConfig) -> JobConfig:
-    """Returns the config with every `$` in its paths escaped, so that none is read as a
-    variable."""
-    return with_paths(config, lambda key, path: path.replace("$", "$$"))
-
-
 def with_paths(config: JobConfig, change: Change) -> JobConfig:
     """Returns the config with each path in it changed."""
     return config.having(
@@ -82,12 +76,10 @@ def on_paths(key: Key, value: Any, change: Change) -> Any:
     if isinstance(value, dict) and key.table:
         tables = {}
         for name, table in value.items():
-            path = (*key.dotted.split("."), name)
-            inner = [key.inside((*path, one)) for one in key.table.model_fields]
             changed = {
-                one.name: on_paths(one, getattr(table, one.name), change)
-                for one in inner
-                if one is not None and one.has_paths
+                inner: on_paths(one, getattr(table, inner), change)
+                for inner, one in key.inside(name).items()
+                if one.has_paths
             }
             tables[name] = table.model_copy(update=changed)
         return tables

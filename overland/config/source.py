@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,11 +92,8 @@ def read_yaml(text: str, shown: str) -> Entries:
 
     try:
         loader, node = compose_yaml(text, _yaml_loader())
-        lines: dict[KeyPath, int] = {}
-        problems: list[Problem] = []
-        if node is not None:
-            _index_yaml(node, (), lines, problems, shown)
-        if problems:
+        lines = list(_yaml_lines(node))
+        if problems := _repeated(lines, shown):
             raise ConfigError(problems)
         tree = loader.construct_document(node) if node is not None else {}
     except yaml.MarkedYAMLError as error:
@@ -107,18 +104,16 @@ def read_yaml(text: str, shown: str) -> Entries:
         raise _error(f"not valid YAML: {detail}", where) from None
     except RecursionError:
         raise _error(TOO_DEEP, shown) from None
-    except ConfigError:
-        raise
     except (yaml.YAMLError, *YAML_VALUE_ERRORS) as error:
         detail = (str(error).splitlines() or ["cannot be read"])[0]
         raise _error(f"not valid YAML: {detail}", shown) from None
     if not isinstance(tree, dict):
         raise _error("expected sections with keys, as in `training:`", shown)
     # `training:` with nothing below it is an empty section.
-    return flatten({key: {} if v is None else v for key, v in tree.items()}, lines, shown)
+    return flatten({key: {} if v is None else v for key, v in tree.items()}, dict(lines), shown)
 
 
-def flatten(tree: dict[Any, Any], lines: dict[KeyPath, int], shown: str) -> Entries:
+def flatten(tree: dict[Any, Any], lines: Mapping[KeyPath, int], shown: str) -> Entries:
     """Returns the leaves of a nested mapping; an empty mapping is a leaf itself."""
     entries: Entries = {}
 
@@ -127,16 +122,19 @@ def flatten(tree: dict[Any, Any], lines: dict[KeyPath, int], shown: str) -> Entr
             for key, item in value.items():
                 visit(item, (*path, str(key)))
             return
-        line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
+        where = place_of(path, lines, shown)
         if _is_huge(value):
-            raise ConfigError([Problem("too large", where=place(line), key=".".join(path))])
-        entries[path] = Entry(value, place(line), place(lines.get(path[:1])))
-
-    def place(line: int | None) -> str:
-        return f"{shown}:{line}" if line else shown
+            raise ConfigError([Problem("too large", where, ".".join(path))])
+        entries[path] = Entry(value, where, place_of(path[:1], lines, shown))
 
     visit(tree, ())
     return entries
+
+
+def place_of(path: KeyPath, lines: Mapping[KeyPath, int], shown: str) -> str:
+    """Returns the file and line of a key, or of what it is in."""
+    line = next((f":{lines[path[:n]]}" for n in range(len(path), 0, -1) if path[:n] in lines), "")
+    return f"{shown}{line}"
 
 
 def _is_huge(value: Any) -> bool:
@@ -187,12 +185,8 @@ def _toml_problem(message: str, text: str, shown: str) -> Problem:
     line = int(found.group(1)) if found and found.group(1) else len(rows)
     where = f"{shown}:{line}"
     if detail.startswith(REPEATED):  # the rest of the text may be anything
-        first: dict[KeyPath, int] = {}
-        for path, number in key_lines("\n".join(rows[:line])):
-            if path in first:
-                message = f"given twice; first on line {first[path]}"
-                return Problem(message, where=f"{shown}:{number}", key=".".join(path))
-            first[path] = number
+        for problem in _repeated(key_lines("\n".join(rows[:line])), shown):
+            return problem
     detail = _TOML_WORDS.get(detail, detail[:1].lower() + detail[1:])
     row = rows[line - 1].strip()[:LONGEST_ROW] if 0 < line <= len(rows) else ""
     word = re.match(r"([^=]+?)\s*=\s*([A-Za-z_./~][^#\"']*?)\s*(#.*)?$", row)
@@ -229,23 +223,28 @@ def _yaml_loader() -> Any:
     return Loader
 
 
-def _index_yaml(
-    node: Any, path: KeyPath, lines: dict[KeyPath, int], problems: list[Problem], shown: str
-) -> None:
+def _yaml_lines(node: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
+    """Yields the path and the line of each key."""
     import yaml
 
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: dict[str, int] = {}
-    for key_node, value_node in node.value:
-        key, line = str(key_node.value), key_node.start_mark.line + 1
-        here = (*path, key)
-        if key in seen:
-            message = f"given twice; first on line {seen[key]}"
-            problems.append(Problem(message, where=f"{shown}:{line}", key=".".join(here)))
-        seen.setdefault(key, line)
-        lines.setdefault(here, line)
-        _index_yaml(value_node, here, lines, problems, shown)
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        here = (*path, str(key.value))
+        yield here, key.start_mark.line + 1
+        yield from _yaml_lines(value, here)
+
+
+def _repeated(lines: Iterable[tuple[KeyPath, int]], shown: str) -> list[Problem]:
+    """Returns the keys that are given twice, without what is inside of them."""
+    problems: list[Problem] = []
+    first: dict[KeyPath, int] = {}
+    repeated: set[KeyPath] = set()
+    for path, line in lines:
+        if path in first and not any(path[:n] in repeated for n in range(len(path))):
+            message = f"given twice; first on line {first[path]}"
+            problems.append(Problem(message, f"{shown}:{line}", ".".join(path)))
+            repeated.add(path)
+        first.setdefault(path, line)
+    return problems
 
 
 _KEY = rf"{KEY_PART}(?:[ \t]*\.[ \t]*{KEY_PART})*"

@@ -141,12 +141,10 @@ def _bad_paths(known: Entries) -> list[KeyPath]:
 def _nearest_inside(path: KeyPath) -> str | None:
     """Returns the nearest key in the same table, such as one of `data.sources` or
     `model.sparse`."""
-    above = find_key(path[:2]) if len(path) == 3 else None
-    if above and above.record and (near := nearest_name(path[2], above.record.model_fields)):
-        return f"{above.dotted}.{near}"
-    key = find_key(path[:3]) if len(path) > 3 else None
-    near = nearest_name(path[3], key.table.model_fields) if key and key.table else None
-    return ".".join((*path[:3], near)) if near else None
+    *above, name = path[:4]
+    table = find_key(tuple(above)) if len(above) > 1 else None
+    near = nearest_name(name, table.inside()) if table else None
+    return ".".join((*above, near)) if near else None
 
 
 def _nearest_choice(value: Any, choices: list[str]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from overland.config.errors import toml_key, toml_value
 from overland.config.fields import Key, all_keys, sections
-from overland.config.paths import with_literal_paths
+from overland.config.paths import with_paths
 from overland.config.schema import IN_PLACE_OF, SFT_DEFAULTS, JobConfig, Section
 from overland.files import replace_file
 
@@ -44,7 +44,7 @@ def to_toml(
         resolved: Whether variables in paths were resolved; a `$` in a path is then literal.
     """
     if resolved:
-        config = with_literal_paths(config)
+        config = with_paths(config, lambda key, path: path.replace("$", "$$"))
     written = written or {}
     blocks = [_comment(heading)] if heading else []
     known = all_keys()

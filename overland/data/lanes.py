@@ -189,11 +189,12 @@ class ImageSet(MadeRows):
     """Images, numbered from 0."""
 
     arrays: Arrays
+    count: int
     shape: tuple[int, int, int]
     """Of those that are generated, before they are padded."""
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return self.count
 
     def fill(self, number: int, into: npt.NDArray[Any]) -> None:
         """Reads an image into an array of the declared type and shape."""
@@ -207,12 +208,9 @@ class ListedImages(ImageSet):
     """The images of a list of files."""
 
     def __init__(self, name: str, source: ArrayList) -> None:
-        self.source, self.num_bad = source, source.num_bad
+        self.source, self.count, self.num_bad = source, len(source), source.num_bad
         self.arrays = Arrays.declared(name, source.fields)
         self.fingerprint = f"images-{source.digest()}"
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def fill(self, number: int, into: npt.NDArray[Any]) -> None:
         self.source.fill(number, into)

@@ -139,7 +139,4 @@ def _looked_at(run: Run, batch: Batch) -> dict[int, tuple[float, float]]:
     reshard(run.model.parts)
     # Only the last stage of a pipeline has results.
     mine = dict(zip(rows, torch.cat(found)[:, :2].tolist(), strict=True)) if found else {}
-    together: dict[int, tuple[float, float]] = {}
-    for one in all_of(mine):
-        together |= one
-    return together
+    return {row: values for one in all_of(mine) for row, values in one.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from overland.checkpoint.lazy import Lazy, Origin, counting, mark_files
 from overland.checkpoint.read import CheckpointReader
@@ -126,15 +126,13 @@ def _load_foreign(run: Run, path: Path) -> None:
         for name, parameter in {**parameters, **buffers}.items():
             shard, offset, _ = local_part(parameter)
             lazy, new = weights[name], new_rows if name in vocabulary else None
+            there = shard if new is None else shard[: max(0, lazy.shape[0] - offset[0])]
+            if there.numel():
+                there.copy_(lazy.load_box(offset, there.shape))
             if new is not None:
-                shard, whole = shard[: max(0, lazy.shape[0] - offset[0])], shard
-            box = tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
-            if shard.numel():
-                shard.copy_(lazy.load_slice(box))
-            if new is not None:
-                columns = box[1:]
-                read = lambda a, b, lazy=lazy, at=columns: lazy.load_slice((slice(a, b), *at))
-                new.fill(whole, offset[0], lazy.shape[0], read)
+                at, n = offset[1:], shard.shape[1:]
+                read = lambda a, b, lazy=lazy, at=at, n=n: lazy.load_box((a, *at), (b - a, *n))
+                new.fill(shard, offset[0], lazy.shape[0], read)
         for parameter, copy in tied_copies(run.model.parts):
             copy.copy_(parameter)
 
@@ -183,36 +181,27 @@ def load_adapter(run: Run, path: Path) -> None:
     with counting(run.beat.pulse.moved):
         weights: dict[str, Lazy] = plugin("formats").open_peft(path).weights()
         named = named_parameters(run.model.parts)
-        wanted = {n: p for n, p in named.items() if p.requires_grad and n in weights}
         mine = {n for n, p in named.items() if p.requires_grad and n not in weights}
         if mine:
             raise CheckpointError(f"{path} has no {min(mine)}, which this run trains")
-        for name, parameter in wanted.items():
-            shard, box, shape = _box(parameter)
-            require_shape(path, name, weights[name].shape, shape)
-            with torch.no_grad():
-                shard.copy_(weights[name].load_slice(box))
+        for name, parameter in named.items():
+            if name not in weights:
+                continue
+            saved, (shard, offset, shape) = weights[name], local_part(parameter)
+            if parameter.requires_grad:
+                require_shape(path, name, saved.shape, shape)
+                with torch.no_grad():
+                    shard.copy_(saved.load_box(offset, shard.shape))
+            elif saved.shape != shape or not torch.equal(
+                saved.load_box(offset, shard.shape).to(shard.dtype), shard.cpu()
+            ):
+                raise CheckpointError(
+                    f"{name} in {path} differs from that of the model that this run starts from"
+                )
         with torch.no_grad():
             for parameter, copy in tied_copies(run.model.parts):
                 copy.copy_(parameter)
-        for name, parameter in named.items():
-            if name in weights and not parameter.requires_grad:
-                shard, box, shape = _box(parameter)
-                same = weights[name].shape == shape and torch.equal(
-                    weights[name].load_slice(box).to(shard.dtype), shard.cpu()
-                )
-                if not same:
-                    raise CheckpointError(
-                        f"{name} in {path} differs from that of the model that this run starts from"
-                    )
     check_finite(run, path, skip_optimizer=True)
-
-
-def _box(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...], tuple[int, ...]]:
-    """Returns this rank's part of a tensor, its slices in the full tensor, and the full shape."""
-    shard, offset, shape = local_part(tensor)
-    box = tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
-    return shard, box, tuple(shape)
 
 
 def new_rows_of(config: JobConfig) -> NewRows | None:

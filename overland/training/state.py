@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import platform
 import random
-import struct
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -148,11 +147,12 @@ def restore_random(run: Run, checkpoint: CheckpointReader) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Returns the random states of this rank as tensors of a fixed size."""
+    """Returns the random states of this rank as tensors of a fixed size; a number that is kept for
+    the next draw is stored as its bits."""
     version, internal, gauss = random.getstate()
-    python = [version, *internal, gauss is not None, _bits(gauss or 0.0)]
+    python = [version, *internal, gauss is not None, np.float64(gauss or 0.0).view(np.int64)]
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    numpy = [*np.asarray(keys).tolist(), position, has_gauss, _bits(float(cached))]
+    numpy = [*np.asarray(keys).tolist(), position, has_gauss, np.float64(cached).view(np.int64)]
     state = {
         "python": torch.tensor(python, dtype=torch.int64),
         "numpy": torch.tensor(numpy, dtype=torch.int64),
@@ -165,23 +165,14 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     version, *internal, has_gauss, gauss = state["python"].tolist()
-    random.setstate((version, tuple(internal), _number(gauss) if has_gauss else None))
+    kept = np.int64(gauss).view(np.float64).item() if has_gauss else None
+    random.setstate((version, tuple(internal), kept))
     *keys, position, has_gauss, gauss = state["numpy"].tolist()
-    np.random.set_state(
-        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _number(gauss))
-    )
+    cached = np.int64(gauss).view(np.float64).item()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "device" in state:
         torch.cuda.set_rng_state(state["device"], device)
-
-
-def _bits(number: float) -> int:
-    """Returns the bits of a float64 as an int64."""
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _number(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 def set_seeds(debug: Debug) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from overland.config.schema import Images
 from overland.data.batch import Batch
 from overland.data.sources.image_files import WANTED
 from overland.kernels.gradients import sum_of_squares
@@ -157,17 +156,11 @@ def with_draws(run: Run, batch: Batch) -> Batch:
 
 
 def with_known(run: Run, batch: Batch) -> Batch:
-    """Adds the precomputed reference, if there is one, and prepares images."""
-    batch = with_pixels(batch, run.config.images)
+    """Adds the precomputed reference, if there is one, and preprocesses images as `[images]` says.
+    The ledger digests images as they are read, because devices differ in the last bit of a mean."""
+    if run.config.images.instance_norm and WANTED in batch:
+        batch = batch.replace(**{WANTED: instance_norm(batch[WANTED])})
     return batch if run.reference is None else run.reference.added_to(batch)
-
-
-def with_pixels(batch: Batch, settings: Images) -> Batch:
-    """Returns the batch with its images preprocessed as `[images]` says. The ledger digests images
-    as they are read, because devices differ in the last bit of a mean."""
-    if not settings.instance_norm or WANTED not in batch:
-        return batch
-    return batch.replace(**{WANTED: instance_norm(batch[WANTED])})
 
 
 def instance_norm(pixels_BCHW: Tensor) -> Tensor:

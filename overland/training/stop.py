@@ -15,10 +15,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -70,12 +69,12 @@ class Wish(IntEnum):
 class Clock:
     """Knows, on rank 0, when the next save is due and when the session must end."""
 
-    def __init__(self, settings: Settings, folder: Path, env: Mapping[str, str] = os.environ):
+    def __init__(self, settings: Settings, folder: Path) -> None:
         self.stop_file = folder / STOP
         self._interval = _seconds(settings.interval_minutes)
         self._session = _seconds(settings.stop_after_minutes)
         self._margin = settings.walltime_margin_minutes * 60
-        end = env.get("SLURM_JOB_END_TIME", "")
+        end = os.environ.get("SLURM_JOB_END_TIME", "")
         self._job_end = float(end) if end.isdecimal() else float("inf")
         self._started = self._saved = time.monotonic()
         self._looked = -LOOK_EVERY_SECONDS  # so that an existing file is seen at once
@@ -130,9 +129,7 @@ class StopRequest:
             self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         restore_handlers(self._previous)
 
     def ask(self) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CONTEXT_BYTES = 2**30  # of a process on a GPU, besides its tensors
 RANKS_PER_DEVICE = "comm.ranks_per_device"
+DRIVERS = {"nvidia": "/dev/nvidiactl", "amd": "/dev/kfd"}  # of accelerators that torch can use
 CPU_RANKS = 2  # without accelerators: enough to make every run distributed
 
 
@@ -43,7 +44,7 @@ def num_local_ranks(per_device: int = 1, on_cpu: int = CPU_RANKS) -> int:
 
 def may_have_accelerator() -> bool:
     """Returns whether it is worth importing torch, which takes seconds, to count devices."""
-    drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
+    drivers = (*DRIVERS.values(), "/dev/dri", "/dev/dxg")
     return sys.platform == "darwin" or any(Path(path).exists() for path in drivers)
 
 

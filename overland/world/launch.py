@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from overland.errors import NotSavedError
-from overland.processes import PYTHON, STOPPED_STATES, state_of
+from overland.processes import PYTHON, STOPPED_STATES, state_of, wait_for_all
 from overland.world.flight_recorder import forget_records, last_wait
 from overland.world.heartbeat import LAUNCHER_HEARTBEATS, MEMORY, read_error, read_signs, waited_for
 from overland.world.rendezvous import FIRST_PORT, SECRET, new_secret
@@ -153,7 +153,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
         failed = next((i for i, code in enumerate(codes) if code not in (None, 0, STOPPED)), None)
         if failed is not None:
             if codes[failed] == NotSavedError.exit_code:  # all ranks know, and the first says so
-                _wait_for_all(ranks)
+                wait_for_all(ranks, GRACE_SECONDS)
             return failed
         if all(code is not None for code in codes):
             return None
@@ -179,17 +179,11 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
             rank.terminate()
             if state_of(rank.pid) in STOPPED_STATES:
                 rank.kill()
-    _wait_for_all(ranks)
+    wait_for_all(ranks, GRACE_SECONDS)
     for rank in ranks:
         if rank.poll() is None:
             rank.kill()
         rank.wait()
-
-
-def _wait_for_all(ranks: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager

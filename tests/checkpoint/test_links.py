@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from overland.apps.convert.exports import follow_links
+from overland.apps.convert.formats.lazy import held
 from overland.checkpoint.folder import delete
 from overland.checkpoint.write import write_whole_tensors
 from overland.files import Disk
@@ -21,7 +22,7 @@ def save(checkpoints: Path, name: str, second: int) -> None:
         "saved": f"2026-11-17T20:17:{second:02d}+00:00",
         "validation_loss": None,
     }
-    tensors = [("x", torch.float32, (2,), lambda: torch.ones(2))]
+    tensors = {"x": held(torch.ones(2))}
     write_whole_tensors(checkpoints / name, tensors, {}, about)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from overland.apps.dataset import open_step
 from overland.checks import devices_for
-from overland.cli.data_preview import render
+from overland.cli.data import render
 from overland.config.load import load_config
 from tests.cli.processes import TINY, environment, overland
 

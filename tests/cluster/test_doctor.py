@@ -284,7 +284,7 @@ def test_the_verb_looks_at_everything_and_says_so(
 
 
 def test_the_table_has_a_line_for_each_and_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [Finding("a", "ok", "fine"), Finding("b", "error", "broken", "mend it")]
+    told = [Finding("a", "fine"), Finding("b", "broken", "mend it", "error")]
     monkeypatch.setattr("overland.cli.doctor.examine", lambda config, site: iter(told))
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1

@@ -48,8 +48,9 @@ while True:
 """
 STUCK = """
 import sys, time
-from overland.cluster.agent import start_heartbeat
-with start_heartbeat(0):
+from overland.cluster.agent import under_watch
+from overland.world import World
+with under_watch(World(0, 2, local_rank=1, local_size=2)):
     print("ready", flush=True)
     time.sleep(1000)
 """

@@ -14,7 +14,7 @@ from overland.apps.proofs.layout import (
     LayoutVerdict,
     References,
     Tolerance,
-    curve,
+    curves,
     proof_job,
     prove_layouts,
 )
@@ -47,7 +47,7 @@ def test_float32_stays_within_its_tolerance(ranks: RankPool) -> None:
 
 def test_the_same_layout_run_twice_gives_the_same_bits(ranks: RankPool, tmp_path) -> None:
     job = proof_job(parse("tp2"), "float32", STEPS, tmp_path)
-    assert ranks.run(2, curve, job) == ranks.run(2, curve, job)
+    assert ranks.run(2, curves, job) == ranks.run(2, curves, job)
 
 
 def test_the_table_states_the_bounds_of_losses_and_of_the_norm() -> None:

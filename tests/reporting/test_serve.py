@@ -56,7 +56,7 @@ def test_it_listens_on_loopback_alone(server: ReportServer) -> None:
 
 
 def test_new_content_comes_once(server: ReportServer, run: Path) -> None:
-    server.live._next = 0.0
+    server._next = 0.0
     path = f"/{server.secret}/data.json?since="
     status, body = ask(server, f"{path}0")
     content = json.loads(body)
@@ -65,7 +65,7 @@ def test_new_content_comes_once(server: ReportServer, run: Path) -> None:
     assert ask(server, f"{path}{content['version']}") == (204, b"")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(line(6, NOW + 1))
-    server.live._next = 0.0
+    server._next = 0.0
     newer = json.loads(ask(server, f"{path}{content['version']}")[1])
     assert newer["version"] > content["version"]
     assert "6</dd>" in newer["sections"]["figures"]
@@ -93,7 +93,7 @@ def test_a_run_folder_that_is_removed_is_said_and_nothing_is_made_up(
 ) -> None:
     assert b"A tiny run" in ask(server)[1]
     shutil.rmtree(run)
-    server.live._next = 0.0
+    server._next = 0.0
     status, body = ask(server)
     page = body.decode().split("<main")[1]
     assert status == 200
@@ -105,7 +105,7 @@ def test_an_error_of_ours_shows_its_trace_and_a_reader_that_has_left_does_not(
     server: ReportServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for error in (BrokenPipeError("gone"), RuntimeError("ours")):
-        monkeypatch.setattr(server.live, "newest", Mock(side_effect=error))
+        monkeypatch.setattr(server, "newest", Mock(side_effect=error))
         with pytest.raises(http.client.RemoteDisconnected):
             ask(server)
     said = capsys.readouterr().err

@@ -91,7 +91,16 @@ def _beginning(
     any_tokenizer: Any = tokenizer
     with named_by_keys():
         skip_bad = data.bad_documents == "skip"
-        layout = sketch(name, source, any_tokenizer, skip_bad=skip_bad, vocab_size=vocab_size)
+        layout = CorpusLayout(  # of no shards and in no folder: nothing is written
+            name=name,
+            fingerprint="",
+            request="",
+            source=str(source.place),
+            **policy_of(name, source, any_tokenizer, skip_bad, vocab_size),
+            num_shards=0,
+            documents_per_shard=0,
+            folder=Path(os.devnull),
+        )
     check_vocabulary(name, layout.vocab_size, vocab_size)
     is_trained = isinstance(tokenizer, Untrained) and config.model.hf_assets_path is None
     if layout.kind == "text" and is_trained and data.add_bos:
@@ -120,28 +129,6 @@ def _beginning(
             f"note: {name} has {more}{tokens:,} {layout.unit}, less than a batch of {batch:,}"
         )
     return Beginning(source, layout.arrays, documents if is_all else None, layout.kind)
-
-
-def sketch(
-    name: str,
-    source: Source,
-    tokenizer: Tokenizer | None,
-    *,
-    skip_bad: bool = False,
-    vocab_size: int | None = None,
-) -> CorpusLayout:
-    """Describes how the documents of a source would become tokens. The result has no folder and no
-    shards: it is for trying a source before anything is written."""
-    return CorpusLayout(
-        name=name,
-        fingerprint="",
-        request="",
-        source=str(source.place),
-        **policy_of(name, source, tokenizer, skip_bad, vocab_size),
-        num_shards=0,
-        documents_per_shard=0,
-        folder=Path(os.devnull),
-    )
 
 
 def count_shards(source: Source, shard_documents: int) -> int:

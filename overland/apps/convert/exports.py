@@ -29,7 +29,7 @@ from overland.apps.convert.formats.lazy import Options, cast_lazily
 from overland.apps.convert.formats.merge import densify, merge
 from overland.apps.convert.formats.overland import as_lazy_checkpoint
 from overland.apps.convert.formats.peft import write_peft
-from overland.checkpoint.folder import list_checkpoints, set_aside, step_of
+from overland.checkpoint.folder import delete, list_checkpoints, set_aside, step_of
 from overland.checkpoint.lazy import LEFT_OUT, counting
 from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
@@ -145,7 +145,7 @@ def follow(
             _write(path, root / adapters_name(step), root / TOKENIZER, disk, moved)
     for path, step in _written(root):
         if step not in steps:
-            _remove(path, disk)
+            delete(path, disk)
 
 
 def set_later_adapters_aside(root: Path, after_step: int, disk: Disk) -> None:
@@ -172,15 +172,8 @@ def _write(step: Path, target: Path, tokenizer: Path, disk: Disk, moved: Moved) 
     disk.sync_folder(beside)
     moved(0)
     if target.exists():  # from before the run went back to an earlier step
-        _remove(target, disk)
+        delete(target, disk)
     disk.rename(beside, target)
-
-
-def _remove(path: Path, disk: Disk) -> None:
-    doomed = path.with_name(f".{path.name}.deleted")
-    disk.remove_folder(doomed)
-    disk.rename(path, doomed)
-    disk.remove_folder(doomed)
 
 
 def _written(root: Path) -> Iterator[tuple[Path, int]]:

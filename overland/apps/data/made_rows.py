@@ -116,9 +116,6 @@ class ShapeImages(ImageSet):
         y, x = np.mgrid[:height, :width].astype(np.float32)
         self._y, self._x = y / height * 2 - 1, x / width * 2 - 1
 
-    def __len__(self) -> int:
-        return self.count
-
     def fill(self, number: int, into: npt.NDArray[Any]) -> None:
         draw = np.random.default_rng(self._first + number)
         for channel in into:
@@ -159,9 +156,6 @@ class RandomImages(ImageSet):
         self._key = (seed, int(digest_of(name), 16))
         top, left = (whole[1] - height) // 2, (whole[2] - width) // 2
         self._place = (slice(None), slice(top, top + height), slice(left, left + width))
-
-    def __len__(self) -> int:
-        return self.count
 
     def fill(self, number: int, into: npt.NDArray[Any]) -> None:
         draw = np.random.Generator(np.random.SFC64((*self._key, number)))

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from overland.apps.evaluation.generate import Completion, GenerationRequest, Generator
+from overland.apps.evaluation.generate import Completion, Done, GenerationRequest, Generator
 from overland.apps.evaluation.model import OpenModel
 from overland.apps.evaluation.prompts import Prompt, encode_prompt
 from overland.apps.evaluation.sampling import Sampling
@@ -19,8 +19,6 @@ from overland.data.sft import end_of_turn, templates_of
 from overland.errors import DataError
 
 AT_ONCE = 64  # batches whose prompts are sorted by length together
-
-Done = Callable[[int], None]
 
 
 def turns_of(question: str, system: str | None = None) -> list[Message]:
@@ -65,22 +63,24 @@ class Asking:
     parse_specials: bool = True
 
     def answers(
-        self, prompts: Sequence[Prompt], batch_size: int, done: Done = lambda count: None,
-        made: Callable[[Generator], None] = lambda generator: None,
-    ) -> Iterator[Completion]:  # fmt: skip
+        self, prompts: Sequence[Prompt], batch_size: int, done: Done = lambda count: None
+    ) -> Iterator[Completion]:
         """Yields a completion for each prompt, in order. `done` is called with the number of newly
-        completed prompts, `made` with the generator."""
+        completed prompts."""
         if not prompts:
             return
         ids = [self.encoded(prompt) for prompt in prompts]
         length = max(map(len, ids)) + self.num_tokens
         size, wanted = min(batch_size, len(ids)), self.request(self.end_ids(prompts))
-        with closing(Generator(self.opened, batch_size=size, length=length)) as generator:
-            made(generator)
+        with closing(self.generator(length, size)) as generator:
             generator.check(ids)
             at_once = AT_ONCE * size
             for first in range(0, len(ids), at_once):
                 yield from generator.generate(ids[first : first + at_once], wanted, first, done)
+
+    def generator(self, length: int, batch_size: int = 1) -> Generator:
+        """Returns what generates texts of this length."""
+        return Generator(self.opened, batch_size=batch_size, length=length)
 
     def request(self, end_ids: Sequence[int]) -> GenerationRequest:
         return GenerationRequest(self.num_tokens, self.sampling, end_ids, self.stop)

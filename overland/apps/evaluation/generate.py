@@ -72,10 +72,9 @@ class Generator:
         self.tokenizer, self.device = opened.tokenizer, opened.device
         self.batch_size, self.length = batch_size, min(length, opened.context)
         self.vocab_size = getattr(getattr(opened.model, "config", None), "vocab_size", None)
-        self.is_cached = can_cache(opened.model)
         self.rows: CachedDecoder | PlainRows = (
             CachedDecoder(opened.model, batch_size, is_static=opened.device.type == "cuda")
-            if self.is_cached
+            if can_cache(opened.model)
             else PlainRows(opened.model, batch_size, self.length, opened.device)
         )
         self.batch = PromptBatch(self.rows, batch_size, opened.device)

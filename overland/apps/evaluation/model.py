@@ -423,5 +423,4 @@ class FileWeights:
                         f"config.json requires {list(shape)}"
                     )
                 if target.numel():
-                    ends = (at + size for at, size in zip(offsets, target.shape, strict=True))
-                    target.copy_(lazy.load_slice(tuple(map(slice, offsets, ends))))
+                    target.copy_(lazy.load_box(offsets, target.shape))

@@ -80,29 +80,22 @@ def total_bytes(path: Path) -> int:
 
 
 def _headers(checkpoint: CheckpointReader) -> Iterator[Callable[[], int]]:
+    """Yields checks of headers and blocks, which return how many of their bytes no tensor
+    counts."""
+
+    def check(file: str, begin: int, size: int, right: int, changed: str, counted: int) -> int:
+        data = checkpoint.read_raw(file, begin, size)
+        if checksum(memoryview(data.numpy().data)) != right:
+            raise CheckpointError(f"{checkpoint.path / file} is damaged: {changed}")
+        return counted
+
     for file, info in checkpoint.index.files.items():
         changed, size = "its header has changed", info.header
-        yield partial(_verify, checkpoint, file, 0, size, info.header_checksum, changed, size)
+        yield partial(check, file, 0, size, info.header_checksum, changed, size)
         for begin, right in zip(range(0, info.num_bytes, BLOCK), info.blocks, strict=False):
             size = min(BLOCK, info.num_bytes - begin)
             changed = f"bytes {begin} to {begin + size} do not match their checksum"
-            yield partial(_verify, checkpoint, file, begin, size, right, changed, 0)
-
-
-def _verify(
-    checkpoint: CheckpointReader,
-    file: str,
-    begin: int,
-    size: int,
-    right: int,
-    changed: str,
-    counted: int,
-) -> int:
-    """Checks some bytes; returns how many of them no tensor counts."""
-    data = checkpoint.read_raw(file, begin, size)
-    if checksum(memoryview(data.numpy().data)) != right:
-        raise CheckpointError(f"{checkpoint.path / file} is damaged: {changed}")
-    return counted
+            yield partial(check, file, begin, size, right, changed, 0)
 
 
 def _pieces(checkpoint: CheckpointReader) -> Iterator[Callable[[], int]]:

@@ -29,7 +29,6 @@ from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset
 from overland.data.windows import MixedWindows
 from overland.errors import DataError
-from overland.models.registry import model_config
 from overland.run_folder import CONFIG, RunFolder
 from overland.training.saving import digests
 
@@ -121,7 +120,7 @@ def prove_data(
     config = loaded.config
     folder = RunFolder(config.having({"job.dump_folder": str(run)}))  # it may have been moved
     history = read_ledger(folder.ledger)
-    dataset = planned_data(config, getattr(model_config(config.model), "vocab_size", None), run)
+    dataset = planned_data(config, run)
     check_sources(dataset)
     first = history.start + 1 if first_step is None else first_step
     saved = committed(folder.checkpoints)  # none may be newer than the ledger

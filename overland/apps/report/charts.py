@@ -67,7 +67,7 @@ class Chart:
     across: str = "step"
     """What its x axis counts."""
 
-    def to_json(self, most: int) -> dict[str, Any]:
+    def to_json(self, most: int, differences: bool) -> dict[str, Any]:
         return {
             "id": self.id,
             "title": self.title,
@@ -77,18 +77,19 @@ class Chart:
                 {
                     **vars(line),
                     "odd": line.odd[:: -(-len(line.odd) // MOST_ODD) or 1],
-                    **_points(line, most),
+                    **_points(line, most, differences),
                 }
                 for line in self.lines
             ],
         }
 
 
-def _points(line: Line, most: int) -> dict[str, list[float]]:
+def _points(line: Line, most: int, differences: bool) -> dict[str, list[float]]:
     steps, values = thinned(line.steps, line.values, most)
     # Differences between steps take half the space; six digits are more than a screen can show.
+    steps = np.diff(steps, prepend=0.0) if differences else steps
     return {
-        "steps": [_short(step) for step in np.diff(steps, prepend=0.0).tolist()],
+        "steps": [_short(step) for step in steps.tolist()],
         "values": [float(f"{value:.6g}") for value in values.tolist()],
     }
 
@@ -97,11 +98,12 @@ def _short(number: float) -> float:
     return int(number) if number.is_integer() else round(number, 2)
 
 
-def charts_to_json(charts: Sequence[Chart]) -> list[dict[str, Any]]:
-    """Returns all charts, thinned to the number of points that a page may have."""
+def charts_to_json(charts: Sequence[Chart], differences: bool = True) -> list[dict[str, Any]]:
+    """Returns all charts, thinned to the number of points that a page may have, with steps or, as
+    in a page, the differences between them."""
     num_lines = sum(len(chart.lines) for chart in charts) or 1
     most = min(MOST_OF_A_LINE, max(LEAST_OF_A_LINE, MOST_POINTS // num_lines))
-    return [chart.to_json(most) for chart in charts]
+    return [chart.to_json(most, differences) for chart in charts]
 
 
 def charts_of(runs: Sequence[RunReport]) -> list[Chart]:
@@ -207,16 +209,16 @@ def _held_out(runs: Sequence[RunReport]) -> list[Chart]:
             columns = run.lines.held_out[name]
             steps, values = columns.points("value")
             label = which or ("mean (selects the best checkpoint)" if sets else kind)
-            label = prefix_of(run, len(runs) > 1) + label
-            odd = _odd(columns, "value")
-            line = Line(label, number, len(chart.lines), "points", steps, values, odd)
-            _add(line, chart, len(runs) > 1)
+            line = Line(label, number, len(chart.lines), "points", steps, values)
+            line.odd = _odd(columns, "value")
+            _add(line, chart, runs)
     return list(charts.values())
 
 
-def _add(line: Line, chart: Chart, several: bool) -> None:
-    """Adds a line, in the color of its run if there are several runs."""
-    if several:
+def _add(line: Line, chart: Chart, runs: Sequence[RunReport]) -> None:
+    """Adds a line, with the name and in the color of its run if there are several runs."""
+    if len(runs) > 1:
+        line.name = f"{runs[line.run].name}: {line.name}"
         line.color, line.dash = line.run, sum(one.run == line.run for one in chart.lines)
     chart.lines.append(line)
 
@@ -275,11 +277,9 @@ def _scores(runs: Sequence[RunReport]) -> list[Chart]:
             if len({one.step for one in mine}) < 2:
                 continue
             chart = charts.setdefault(metric, Chart(f"score.{metric}", f"Evaluation: {metric}"))
-            label = prefix_of(run, len(runs) > 1) + name
             steps = np.array([one.step for one in mine], np.float64)
             values = np.array([one.value for one in mine])
-            line = Line(label, number, len(chart.lines), "points", steps, values)
-            _add(line, chart, len(runs) > 1)
+            _add(Line(name, number, len(chart.lines), "points", steps, values), chart, runs)
     return list(charts.values())[:MOST_OTHERS]
 
 

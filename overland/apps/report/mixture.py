@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,21 +62,15 @@ def drawn_mixture(run: Path) -> DrawnMixture:
 
 def batches_fed(path: Path) -> list[tuple[int, int]]:
     """Returns ranges of batches that became part of the model, as [first, last)."""
-    pieces: list[tuple[int, int, int]] = []  # step, batch, count
-    for step, batch, count in batches_of(path):
-        while pieces and pieces[-1][0] + pieces[-1][2] > step + (count == 0):
-            was, at, _number = pieces.pop()
-            keep = step + (count == 0) - was
-            if keep > 0:
-                pieces.append((was, at, keep))
-                break
-        if count:
-            pieces.append((step, batch, count))
-    ranges: list[tuple[int, int]] = []
-    for _, batch, count in pieces:
-        first = ranges.pop()[0] if ranges and ranges[-1][1] == batch else batch
-        ranges.append((first, batch + count))
-    return ranges
+    ranges: list[tuple[int, int]] = []  # from the last one back
+    border = math.inf  # steps from here on were taken again, or undone
+    for step, batch, count in reversed(list(batches_of(path))):
+        if (kept := min(count, border - step)) > 0:
+            last = batch + int(kept)
+            last = ranges.pop()[1] if ranges and ranges[-1][0] == last else last
+            ranges.append((batch, last))
+        border = min(border, step + (count == 0))
+    return ranges[::-1]
 
 
 def _rows_of(plan: Plan, first: int, last: int) -> Iterator[tuple[str, int, float]]:

@@ -336,15 +336,7 @@ def numbers_of(runs: Sequence[RunReport]) -> dict[str, Any]:
     """Returns everything a page shows, for programs. Non-finite numbers become null."""
     found = {
         "runs": [run.to_json() for run in runs],
-        "charts": [_whole_steps(chart) for chart in charts_to_json(charts_of(runs))],
+        "charts": charts_to_json(charts_of(runs), differences=False),
     }
     value: dict[str, Any] = finite(found)
     return value
-
-
-def _whole_steps(chart: dict[str, Any]) -> dict[str, Any]:
-    """Restores absolute steps; a page stores differences, which are shorter."""
-    for line in chart["lines"]:
-        total = 0.0
-        line["steps"] = [round(total := total + step, 2) for step in line["steps"]]
-    return chart

@@ -33,16 +33,25 @@ LEAST_SECONDS = 1.5  # between two reads of the runs
 PATIENCE = 30.0  # timeout for an incomplete request
 
 
-class LiveReport:
-    """The newest content of the page, rebuilt on request if the runs have changed."""
+class ReportServer(ThreadingHTTPServer):
+    """Holds the newest content of the page, rebuilt on request if the runs have changed."""
 
-    def __init__(self, readers: Sequence[RunReader]) -> None:
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, readers: Sequence[RunReader], port: int) -> None:
         self.readers = readers
+        self.secret = secrets.token_urlsafe(9)
         self._lock = threading.Lock()
         self._number, self._seen = 0, ""
         self._content: dict[str, Any] = {}
         self._next = 0.0
         self._page = ""
+        super().__init__((LOOPBACK, port), Handler)
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_port}/{self.secret}/"
 
     def newest(self) -> tuple[str, dict[str, Any]]:
         """Returns the page, and its sections and data with an increasing version number."""
@@ -66,20 +75,6 @@ class LiveReport:
         # Long runs take longer to read: spend at most a fifth of the time on it.
         self._next = time.monotonic() + max(LEAST_SECONDS, 4 * (time.monotonic() - begun))
 
-
-class ReportServer(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def __init__(self, readers: Sequence[RunReader], port: int) -> None:
-        self.live = LiveReport(readers)
-        self.secret = secrets.token_urlsafe(9)
-        super().__init__((LOOPBACK, port), Handler)
-
-    @property
-    def address(self) -> str:
-        return f"http://{LOOPBACK}:{self.server_port}/{self.secret}/"
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores closed connections; anything else prints its traceback."""
         if not isinstance(sys.exc_info()[1], OSError):
@@ -97,10 +92,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         path, _, query = self.path.partition("?")
         if secrets.compare_digest(path.encode(), f"/{self.server.secret}/".encode()):
-            page, _ = self.server.live.newest()
+            page, _ = self.server.newest()
             self._answer(HTTPStatus.OK, page.encode(), "text/html; charset=utf-8")
         elif path == f"/{self.server.secret}/data.json":
-            _, content = self.server.live.newest()
+            _, content = self.server.newest()
             if parse_qs(query).get("since") == [str(content["version"])]:
                 self._answer(HTTPStatus.NO_CONTENT, b"")
                 return

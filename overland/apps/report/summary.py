@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
 from overland.apps.console.readme import optimizer_in_words, schedule_in_words
 from overland.apps.evaluation.results import CheckpointScore, read_scores
@@ -316,13 +317,9 @@ def environment_of(report: RunReport) -> list[tuple[str, str]]:
     """Returns the environment of the newest session, and what differed in earlier ones."""
     rows = []
     for name in ("overland", "torch", "cuda", "rocm", "python", "system", "machine", "job"):
-        values = []
-        for session in report.sessions:
-            software = table_in(session.facts, "software")
-            value = str(software.get(name) or session.facts.get(name) or "")
-            if value and value not in values:
-                values.append(value)
-        if values:
+        facts = [one.facts for one in report.sessions]
+        said = [table_in(one, "software").get(name) or one.get(name) for one in facts]
+        if values := list(dict.fromkeys(str(value) for value in said if value)):
             before = f" (before: {', '.join(values[:-1][-8:])})" if len(values) > 1 else ""
             rows.append((name, values[-1] + before))
     return rows
@@ -339,19 +336,11 @@ def settings_of(config: Mapping[str, Any]) -> list[Setting]:
     found, known = [], set()
     for key in all_keys().values():
         section = table_in(config, key.section)
-        default = key.default
-        value = section.get(key.name, default)
         known.add((key.section, key.name))
-        default = default.model_dump() if hasattr(default, "model_dump") else default
-        found.append(
-            Setting(
-                key.dotted,
-                _written(value),
-                _written(default),
-                _plain(value) != _plain(default),
-                key.description,
-            )
-        )
+        value, default = to_jsonable_python((section.get(key.name, key.default), key.default))
+        differs = value != default
+        texts = _written(value), _written(default)
+        found.append(Setting(key.dotted, *texts, differs, key.description))
     for other in config:
         for name, value in table_in(config, other).items():
             if (other, name) not in known:
@@ -359,21 +348,12 @@ def settings_of(config: Mapping[str, Any]) -> list[Setting]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
-
-
 def _written(value: Any) -> str:
     if value is None:
         return "not set"
     if isinstance(value, str):
         return value or '""'
-    try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError):
-        return str(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def some_samples(text: str) -> list[tuple[int, str]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from overland.files import parse_toml
 
@@ -77,8 +78,4 @@ def table_in(config: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 def finite(value: Any) -> Any:
     """Replaces non-finite numbers with None, since JSON has no NaN."""
-    if isinstance(value, dict):
-        return {str(name): finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return to_jsonable_python(value, inf_nan_mode="null")

@@ -3,15 +3,16 @@ left)."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from overland.apps.watch.files import object_in
 from overland.cluster.supervise.events import Tail
 
 Record = dict[str, Any]
@@ -53,19 +54,15 @@ class History:
             elif to_come < END_BYTES:
                 every = 1
             for number, line in enumerate(lines):
-                if number % every and mark not in line:
-                    continue
-                try:
-                    self._take(json.loads(line))
-                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-                    continue  # cut short by a kill or a full disk
+                if number % every == 0 or mark in line:
+                    with suppress(OverflowError):  # an integer of hundreds of digits
+                        self._take(object_in(line))
 
     def _take(self, line: Record) -> None:
-        step = line["step"]
-        if not is_step(step):
-            raise ValueError("not a step")
+        step = line.get("step", -1)
+        if not is_step(step):  # cut short by a kill or a full disk
+            return
         record = {name: value for name, value in line.items() if _is_number(name, value)}
-        record["step"] = step
         if "loss" in record:
             self.losses.append((step, float(record["loss"])))
             self.recent.append(record)

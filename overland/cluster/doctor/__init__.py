@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 
@@ -11,18 +12,11 @@ class Finding:
     """The result of a check: `error` would make a run fail; `warning` may cost time or surprise."""
 
     what: str
-    status: Literal["ok", "warning", "error"]
     found: str
     way_out: str = ""
+    status: Literal["ok", "warning", "error"] = "ok"
 
 
-def ok(what: str, found: str) -> Finding:
-    return Finding(what, "ok", found)
-
-
-def warning(what: str, found: str, way_out: str) -> Finding:
-    return Finding(what, "warning", found, way_out)
-
-
-def failure(what: str, found: str, way_out: str) -> Finding:
-    return Finding(what, "error", found, way_out)
+ok = Finding
+warning = partial(Finding, status="warning")
+failure = partial(Finding, status="error")

@@ -13,9 +13,9 @@ from pathlib import Path
 from overland.cluster.doctor import Finding, failure, ok, warning
 from overland.cluster.site import NamedSite
 from overland.words import command
+from overland.world.devices import DRIVERS
 
 PYTHON = (3, 11)
-DRIVERS = {"nvidia": "/dev/nvidiactl", "amd": "/dev/kfd"}
 NOT_FOR_USERS = {"dev"}
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, median_high
+from statistics import median, median_high, multimode
 from typing import Any
 
 Place = tuple[str, int]
@@ -332,8 +332,7 @@ def transport(answers: Answers) -> str:
 
 def majority(values: Mapping[Place, str], casting_vote: str | None = None) -> str | None:
     """Returns the most frequent value; None if there is a tie."""
-    counts = Counter(values.values())
-    top = [value for value, count in counts.items() if count == max(counts.values())]
+    top = multimode(values.values())
     if len(top) == 1:
         return top[0]
     return casting_vote if casting_vote in top else None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import overland
 from overland.cluster.wire import INTERFACES, Message, Wire, address_of_interface
 from overland.errors import ClusterError
-from overland.world.devices import cpu_name
+from overland.world.devices import DRIVERS, cpu_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 Stage = Callable[[str], None]
 """Called with the current stage of a measurement, which is named if it never ends."""
 
-DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 SEED = 20
 CHECKED_ROWS = 32
 # Both in units of an element's standard deviation, √n. Measured for n from 256 to 2048: the final
@@ -236,7 +235,7 @@ def measure_cpu(stage: Stage) -> Message:
 def driver() -> str:
     """Returns the driver of an accelerator that torch can use, or ""; plain graphics cards do not
     count."""
-    return next((path for path in DRIVERS if Path(path).exists()), "")
+    return next((path for path in DRIVERS.values() if Path(path).exists()), "")
 
 
 def identity(device: torch.device, visible: int) -> Message:

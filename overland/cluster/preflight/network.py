@@ -178,7 +178,10 @@ def measure_all_reduce(
                 dist.all_reduce(tensor.fill_(terms[rank]))
             right = right and bool((tensor == sum(terms)).all())  # waits for the device
             seconds = (time.perf_counter() - start) / SUM_REPEATS
-            network = measure_transport(log)
+            network: dict[str, object] = {}
+            if log.exists():  # not without NCCL
+                text = log.read_text(errors="replace")
+                network = {"transport": transport_in(text), "fabrics": fabrics()}
     # Bus bandwidth: what a ring sends and receives per rank, comparable between numbers of ranks.
     rate = 2 * (size - 1) / size * num_bytes / seconds / 1e9
     return {"right": right, "gb_per_s": rate, **network}
@@ -237,15 +240,6 @@ def backend_for(backend: str, device_type: str) -> str:
     if device_type == "cpu" or backend == "mpi":
         return "gloo"
     return "nccl" if backend in ("auto", "nvshmem") else backend
-
-
-def measure_transport(log: Path) -> dict[str, object]:
-    """Returns the transport and the fabrics of this node; nothing if there is no log."""
-    try:
-        text = log.read_text(errors="replace")
-    except OSError:
-        return {}
-    return {"transport": transport_in(text), "fabrics": fabrics()}
 
 
 def transport_in(log: str) -> str | None:

@@ -12,14 +12,13 @@ import re
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from overland.cluster.slurm_jobs import signal_step
 from overland.errors import ClusterError
-from overland.processes import PYTHON
+from overland.processes import PYTHON, wait_for_all
 from overland.slurm import expand_counts, expand_hosts
 from overland.world.launch import free_port
 
@@ -60,24 +59,16 @@ class Started:
     def stop(self) -> None:
         """Ends all tasks. They end by themselves when the conductor says so, otherwise they are
         killed."""
-        if not self._have_ended() and self.is_all and self.step is not None:
+        have_ended = wait_for_all(self.processes, GRACE_SECONDS)
+        if not have_ended and self.is_all and self.step is not None:
             signal_step(self.step, signal.SIGKILL, self._env)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if not self._have_ended():
+            if not wait_for_all(self.processes, GRACE_SECONDS):
                 for process in self.processes:
                     process.send_signal(number)
                     process.send_signal(signal.SIGCONT)
-        self._have_ended()
+        wait_for_all(self.processes, GRACE_SECONDS)
         self.output.close()
-
-    def _have_ended(self) -> bool:
-        """Waits a while for all of them to end, and returns whether they have."""
-        deadline = time.monotonic() + GRACE_SECONDS
-        while any(process.poll() is None for process in self.processes):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
 
     def _read(self) -> str:
         return os.pread(self.output.fileno(), 2**22, 0).decode(errors="replace")

@@ -86,11 +86,8 @@ class Attempt:
 
     def listen(self) -> None:
         """Reads new output of the ranks, and prints what belongs in the log."""
-        while True:
-            try:
-                line = self._lines.get_nowait()
-            except queue.Empty:
-                break
+        while not self._lines.empty():
+            line = self._lines.get()
             if not self.findings.read(line) and line.strip():
                 with contextlib.suppress(OSError):  # the log may be on the disk that is full
                     print(line.rstrip("\n"), flush=True)

@@ -15,11 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from overland.cluster.submit import write_private
 from overland.cluster.supervise.watchdog import Watchdog
-from overland.errors import Kind
 from overland.files import append, replace_file
-from overland.run_folder import ATTEMPTS, LIVE, STOPPED
+from overland.run_folder import ATTEMPTS, LIVE
 
 Event = dict[str, Any]
 CHUNK = 4 << 20  # bytes read at a time
@@ -249,25 +247,6 @@ class Logbook:
                 factor=round(factor, 2),
                 what=what,
             )
-
-    def note_recovery(
-        self, attempt: int, kind: Kind, num_faults: int, lost_seconds: float, step: int
-    ) -> None:
-        more = f", the last of {num_faults} faults," if num_faults > 1 else ""
-        tell(f"recovered from {kind}{more} at step {step}: {lost_seconds:.0f} s lost")
-        self.write(
-            "recovered",
-            attempt=attempt,
-            kind=kind,
-            faults=num_faults,
-            lost_seconds=round(lost_seconds, 1),
-            step=step,
-        )
-
-    def stop_chain(self, reason: str) -> None:
-        """Makes the queued jobs of the chain end at once, until the run is resubmitted."""
-        with suppress(OSError):
-            write_private(self.run / STOPPED, f"{reason}\n")
 
 
 def tell(words: str) -> None:

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Literal
 
 from overland.cluster import slurm_jobs
+from overland.cluster.submit import write_private
 from overland.cluster.supervise import policy
 from overland.cluster.supervise.attempt import (
     HANG_UP_SECONDS,
@@ -50,7 +51,7 @@ from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
 from overland.cluster.wire import Switchboard
 from overland.errors import ClusterError, Kind
 from overland.processes import allow_open_files
-from overland.run_folder import FAULTS, PREFLIGHT
+from overland.run_folder import FAULTS, PREFLIGHT, STOPPED
 from overland.world.flight_recorder import NAME, find_wait, read_records
 from overland.world.heartbeat import node_name
 from overland.world.signals import SIGNALS
@@ -326,9 +327,9 @@ class Supervisor:
         tell(f"{how}: {what}")
         if how == "failed":
             step = self.job.newest_checkpoint()
-            self.logbook.stop_chain(
-                f"{what}. Once that is fixed, submit the run again to resume from step {step}"
-            )
+            words = f"{what}. Once that is fixed, submit the run again to resume from step {step}\n"
+            with contextlib.suppress(OSError):  # queued jobs end at once until then
+                write_private(self.job.run / STOPPED, words)
         if how == "stopped":
             shun_bad_nodes(self.job.run, self.env)
         return 1 if how == "failed" else 0
@@ -363,8 +364,11 @@ class Supervisor:
         if step <= self.furthest:
             return
         if self.faults:
-            kind, count = self.faults[-1].kind, len(self.faults)
-            self.logbook.note_recovery(self.number, kind, count, now - self.furthest_at, step)
+            kind, count, lost = self.faults[-1].kind, len(self.faults), now - self.furthest_at
+            more = f", the last of {count} faults," if count > 1 else ""
+            tell(f"recovered from {kind}{more} at step {step}: {lost:.0f} s lost")
+            facts = {"attempt": self.number, "kind": kind, "faults": count}
+            self.logbook.write("recovered", **facts, lost_seconds=round(lost, 1), step=step)
         if self.furthest and not self.faults:
             self._step_times.append((now - self.furthest_at) / (step - self.furthest))
         self.faults.clear()

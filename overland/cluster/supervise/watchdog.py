@@ -137,8 +137,7 @@ class Watchdog:
 
     def forgive(self, now: float) -> None:
         """Resets all clocks after the supervisor was paused, since it missed messages."""
-        for node in self._heard:
-            self._heard[node] = now
+        self._heard = dict.fromkeys(self._heard, now)
 
     def all_have_ended(self) -> bool:
         """Whether all ranks ended more than two minutes ago; srun may not have noticed."""

@@ -33,9 +33,11 @@ def choose_name(
     what: str, wanted: str | None, names: Collection[str], usual: str, where: object
 ) -> str:
     """Returns the wanted name, the usual one, or the only one."""
-    found = _chosen(what, wanted, names, where)
-    if found is not None:
-        return found
+    if wanted is not None:
+        if wanted in names:
+            return wanted
+        has = f"it has {', '.join(names)}" if names else "it has none"
+        raise DataError(f"{where} has no {what} {wanted!r}{nearest_hint(wanted, names)}; {has}")
     if usual in names:
         return usual
     if len(names) == 1:
@@ -50,11 +52,8 @@ def choose_split(
 ) -> str:
     """Returns the wanted split; otherwise the training split or, if `held_out`, one to validate
     on."""
-    if not held_out:
+    if wanted is not None or not held_out:
         return choose_name("split", wanted, names, "train", where)
-    found = _chosen("split", wanted, names, where)
-    if found is not None:
-        return found
     for usual in ("validation", "test"):
         for name in names:
             if ALIASES.get(name, name) == usual:
@@ -66,13 +65,6 @@ def choose_split(
         f" to one of its splits ({has}) that is not used for training, or remove the dataset from "
         "[validation] and set data.holdout = 0.01",
     )
-
-
-def _chosen(what: str, wanted: str | None, names: Collection[str], where: object) -> str | None:
-    if wanted is None or wanted in names:
-        return wanted
-    has = f"it has {', '.join(names)}" if names else "it has none"
-    raise DataError(f"{where} has no {what} {wanted!r}{nearest_hint(wanted, names)}; {has}")
 
 
 def saved_files(

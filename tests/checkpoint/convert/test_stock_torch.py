@@ -76,8 +76,8 @@ def test_views_and_parameters_of_torch(tmp_path: Path) -> None:
     read = read_torch_file(tmp_path / "a.pt")
     for name in ("transposed", "columns", "row", "parameter"):
         assert torch.equal(read[name].load(), saved[name])
-    assert torch.equal(read["columns"].load_slice((slice(1, 3), slice(0, 2))), base[1:3, 1:3])
-    assert torch.equal(read["row"].load_slice((slice(2, 5),)), base[2, 2:5])
+    assert torch.equal(read["columns"].load_box((1, 0), (2, 2)), base[1:3, 1:3])
+    assert torch.equal(read["row"].load_box((2,), (3,)), base[2, 2:5])
     assert torch.equal(read["module"]["weight"].load(), saved["module"]["weight"])
 
 

@@ -66,7 +66,6 @@ def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
     adapter = None
     if any(name.startswith(PREFIX) for name in weights):  # PEFT had wrapped the model
         weights = plain_names(weights, folder)
-        moments = {_plain_state(name): lazy for name, lazy in moments.items()}
         places = [one for one in (path, folder.parent) if (one / ADAPTER_CONFIG).is_file()]
         adapter = read_adapter_config(places[0]) if places else None
     return LazyCheckpoint(
@@ -77,11 +76,6 @@ def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
         config=config or config_near(path, folder),
         adapter=adapter,
     )
-
-
-def _plain_state(name: str) -> str:
-    parameter, _, kind = name.removeprefix(OPTIMIZER).rpartition(".")
-    return f"{OPTIMIZER}{_plain(parameter)}.{kind}"
 
 
 def _plain(name: str) -> str:
@@ -116,7 +110,7 @@ class _Zero:
                 continue
             vectors = [_vectors([one[kind] for one in groups]) for groups in ranks]
             for name, lazy in self._parameters(vectors):
-                found[f"{OPTIMIZER}{name}.{kind}"] = lazy
+                found[f"{OPTIMIZER}{_plain(name)}.{kind}"] = lazy
         return found
 
     def steps(self) -> list[float]:

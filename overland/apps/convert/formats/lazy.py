@@ -31,8 +31,8 @@ from overland.checkpoint.lazy import (
     Lazy,
     Origin,
     Shape,
-    Slices,
     counter,
+    slices_of,
 )
 from overland.checkpoint.write import bytes_of
 from overland.data.tokenizer_files import refuse_link_out
@@ -81,14 +81,8 @@ class LazyCheckpoint:
 
     def read(self, name: str) -> Tensor:
         """Returns the whole tensor, on the CPU."""
-        return self._tensor(name).load()
-
-    def read_slice(self, name: str, slices: Slices) -> Tensor:
-        return self._tensor(name).load_slice(slices)
-
-    def _tensor(self, name: str) -> Lazy:
         if name in self.tensors:
-            return self.tensors[name]
+            return self.tensors[name].load()
         near = nearest_name(str(name), self.tensors)
         advice = f"did you mean {near!r}?" if near else "its `tensors` lists all of them"
         raise CheckpointError(f"{self.folder} has no tensor {name!r}; {advice}")
@@ -135,15 +129,12 @@ class Stored(Lazy):
         span = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return self._read((span,), 0).as_strided(self.shape, self.stride).contiguous()
 
-    def load_slice(self, slices: Slices) -> Tensor:
-        if self.stride is not None or not self.shape or not slices:
-            return self.load()[slices]
-        start, stop, step = slices[0].indices(self.shape[0])
-        if step != 1:
-            return self.load()[slices]
+    def load_box(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        if self.stride is not None or not self.shape:
+            return super().load_box(start, shape)
         row = self.shape[1:]
-        rows = self._read((max(0, stop - start), *row), start * math.prod(row))
-        return rows[(slice(None), *slices[1:])]
+        rows = self._read((shape[0], *row), start[0] * math.prod(row))
+        return rows[slices_of((0, *start[1:]), shape)]
 
     def part(self, start: int, count: int) -> Stored:
         """Returns a range of elements of a contiguous tensor, as a vector."""
@@ -200,8 +191,7 @@ class Tiled(Lazy):
             return self.tiles[0][1].load()
         out = torch.empty(self.shape, dtype=self.dtype)
         for corner, tile in self.tiles:
-            ends = (start + size for start, size in zip(corner, tile.shape, strict=True))
-            out[tuple(map(slice, corner, ends))].copy_(tile.load())
+            out[slices_of(corner, tile.shape)].copy_(tile.load())
         return out
 
 

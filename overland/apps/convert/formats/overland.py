@@ -7,21 +7,20 @@ from __future__ import annotations
 import datetime
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 import overland
 from overland.apps.convert.formats.hf import open_hf
 from overland.apps.convert.formats.lazy import Config, LazyCheckpoint, Options, held, split_state
 from overland.apps.dialects.peft import KEYS
 from overland.checkpoint.folder import committed, latest_checkpoint, step_of
-from overland.checkpoint.lazy import LEFT_OUT, MODEL, MOMENTS, Lazy, Origin, Slices, counter
-from overland.checkpoint.read import CheckpointReader, open_checkpoint
+from overland.checkpoint.lazy import LEFT_OUT, MODEL, MOMENTS, Lazy, Origin, counter
+from overland.checkpoint.read import CheckpointReader, SavedTensor, open_checkpoint
 from overland.checkpoint.write import write_whole_tensors
 from overland.config.derived import GroupRates, group_rates
 from overland.config.schema import Lora, Optimizer
@@ -79,7 +78,7 @@ def as_lazy_checkpoint(
     """Returns an open checkpoint as a source; random streams are only useful to its own run."""
     run = checkpoint.run
     tensors: dict[str, Lazy] = {
-        name: _Kept(tuple(entry.shape), entry.dtype, checkpoint, name)
+        name: SavedTensor(entry.shape, entry.dtype, checkpoint, name)
         for name, entry in checkpoint.tensors.items()
         if with_random_state or not name.startswith("rng.")
     }
@@ -178,34 +177,13 @@ def write_overland(source: LazyCheckpoint, folder: Path, options: Options) -> No
     tensors = dict(source.tensors)
     if any(True for _ in source.states()):  # a resumed run also needs a loss scale
         tensors = _NO_SCALING | tensors
-    listed = ((name, lazy.dtype, lazy.shape, lazy.load) for name, lazy in tensors.items())
-    write_whole_tensors(folder, listed, run, about)
+    write_whole_tensors(folder, tensors, run, about)
 
 
 _NO_SCALING: dict[str, Lazy] = {
     "scaler.scale": held(torch.ones(())),
     "scaler.good_steps": held(torch.zeros((), dtype=torch.int32)),
 }
-
-
-@dataclass(frozen=True, eq=False)
-class _Kept(Lazy):
-    """A tensor of a checkpoint, verified as it is read."""
-
-    checkpoint: CheckpointReader
-    name: str
-
-    def load(self) -> Tensor:
-        return self.checkpoint.read(self.name)
-
-    def load_slice(self, slices: Slices) -> Tensor:
-        slices = (*slices, *[slice(None)] * (len(self.shape) - len(slices)))
-        ranges = [one.indices(size) for one, size in zip(slices, self.shape, strict=True)]
-        if any(step != 1 for _, _, step in ranges):
-            return self.load()[slices]
-        starts = [start for start, _, _ in ranges]
-        shape = [max(0, stop - start) for start, stop, _ in ranges]
-        return self.checkpoint.read_slice(self.name, starts, shape)
 
 
 def step_of_export(path: Path) -> Path | None:
