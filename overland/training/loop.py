@@ -135,14 +135,18 @@ def wait_for_batch(run: Run, data: Data, meter: Meter, ledger: LedgerWriter) -> 
     """Returns the next batch. If the data is exhausted, saves the progress so far before
     raising."""
     run.beat.enter(Phase.DATA, run.progress.step)
-    started = time.perf_counter()
     try:
-        batch = next(data)
+        return next_batch(data, meter)
     except Exhausted:
         run.beat.enter(Phase.SAVING)
         if run.config.checkpoint.enable and run.progress.step > max(run.saved_step, 0):
             save(run, ledger)
         raise
+
+
+def next_batch(data: Data, meter: Meter) -> Batch:
+    started = time.perf_counter()
+    batch = next(data)
     meter.waited(time.perf_counter() - started)
     return batch
 
