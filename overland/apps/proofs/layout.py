@@ -252,6 +252,10 @@ def curves(world: World, config: JobConfig) -> Curves:
     return steps, validations
 
 
+def curve(world: World, config: JobConfig) -> Curve:
+    return curves(world, config)[0]
+
+
 def held_out_data(folder: Path) -> dict[str, Any]:
     """Writes validation data and returns settings that read it: documents of random tokens that do
     not fill the last row or the last batch."""

@@ -17,7 +17,7 @@ from typing import Any
 from overland.apps.proofs.layout import (
     TOLERANCES,
     Curve,
-    curves,
+    curve,
     largest_difference,
     proof_job,
     try_layout,
@@ -107,11 +107,10 @@ def prove_resumes(
         for before in {before.name: before for before, _ in wanted}.values():
             if before.kinds not in alone:
                 job = job_of(before.alone(), folder=root / "alone")
-                alone[before.kinds], _ = pool.run(1, curves, job)[0]
+                alone[before.kinds] = pool.run(1, curve, job)[0]
             rest = alone[before.kinds][SAVED_AT:]
             job = job_of(before, folder=saved)
-            whole = pool.run(before.num_ranks, curves, job, num_nodes=before.num_nodes)
-            unbroken = [steps[SAVED_AT:] for steps, _ in whole]
+            unbroken = pool.run(before.num_ranks, curve, job, num_nodes=before.num_nodes)
             shutil.rmtree(saved / CHECKPOINTS / checkpoint_name(STEPS))
             for after in [after for first, after in wanted if first == before]:
                 shutil.copytree(saved, resumed, symlinks=True)
@@ -122,7 +121,7 @@ def prove_resumes(
                     after.name,
                     largest_difference(found, rest, 0),
                     largest_difference(found, rest, 1),
-                    found == unbroken if before == after else None,
+                    found == [whole[SAVED_AT:] for whole in unbroken] if before == after else None,
                     failure,
                 )
                 shutil.rmtree(resumed)
