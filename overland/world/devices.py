@@ -64,6 +64,15 @@ def device_name(wanted: str = "auto") -> str:
     return cpu_name()
 
 
+def devices_in_words(world: World, wanted: str, ranks_per_device: int) -> str:
+    """Returns, for example, "4 × NVIDIA H200", or "4 ranks on 1 × NVIDIA H200"."""
+    name = device_name(wanted)
+    if ranks_per_device == 1 or device_type(wanted) != "cuda":
+        return f"{world.size:,} × {name}"
+    per_node = -(-world.local_size // ranks_per_device)
+    return f"{world.size:,} ranks on {world.num_nodes * per_node:,} × {name}"
+
+
 def cpu_name() -> str:
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):

@@ -1,6 +1,6 @@
 import pytest
 
-from overland.world import devices
+from overland.world import World, devices
 
 
 def test_without_accelerators_there_are_two_ranks_or_one_per_core(
@@ -15,3 +15,11 @@ def test_without_accelerators_there_are_two_ranks_or_one_per_core(
 def test_the_device_has_a_name_and_its_memory_is_counted() -> None:
     assert devices.device_name()
     assert devices.memory_in_use() > 0.01
+
+
+def test_ranks_that_share_a_gpu_are_not_counted_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device_type", lambda wanted: "cuda")
+    monkeypatch.setattr(devices, "device_name", lambda wanted: "H200")
+    world = World(rank=0, size=8, local_rank=0, local_size=4)
+    assert devices.devices_in_words(world, "auto", 1) == "8 × H200"
+    assert devices.devices_in_words(world, "auto", 4) == "8 ranks on 2 × H200"

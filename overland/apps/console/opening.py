@@ -20,7 +20,7 @@ from overland.training.memory import can_estimate
 from overland.training.records import precision_of
 from overland.words import first_few, in_columns, number_of
 from overland.world import World
-from overland.world.devices import device_memory, device_name
+from overland.world.devices import device_memory, devices_in_words
 
 MOST_NAMES = 4
 
@@ -34,9 +34,9 @@ def opening(
 ) -> str:
     """Returns a table with the model, the data, the hardware and layout, and the run folder."""
     nodes = f", {world.num_nodes:,} nodes" if world.num_nodes > 1 else ""
-    devices = f"{world.size:,} × {device_name(config.training.device)}{nodes}"
+    devices = devices_in_words(world, config.training.device, config.comm.ranks_per_device)
     lines = {
-        **lines_of_plan(config, degrees, architecture, devices),
+        **lines_of_plan(config, degrees, architecture, devices + nodes),
         "memory": memory_in_words(config, architecture, degrees, device),
         "run": run_in_words(config, RunFolder(config)),
     }

@@ -12,7 +12,7 @@ from overland.models.flops import count_parameters, measure_of, trained_paramete
 from overland.run_folder import WRITTEN_BY, RunFolder
 from overland.words import command
 from overland.world import World
-from overland.world.devices import device_name
+from overland.world.devices import devices_in_words
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -38,6 +38,7 @@ def readme(
         else "off"
     )
     compiled = {True: f"on ({config.compile.backend})", False: "off", "auto": "auto"}
+    hardware = devices_in_words(world, config.training.device, config.comm.ranks_per_device)
     profiling = (
         f"on, one trace every {config.profiling.profile_freq} steps into `{folder.traces}/`"
         if config.profiling.enable_profiling
@@ -90,7 +91,7 @@ gradient sums {training.mixed_precision_reduce} |
 
 {strategy_in_words(degrees)} The product of the degrees is the number of devices, {world.size}.
 
-- Hardware: {world.size} × {device_name(config.training.device)}, {world.num_nodes} node{
+- Hardware: {hardware}, {world.num_nodes} node{
         "s" if world.num_nodes > 1 else ""
     }
 - Recompute: {recompute_in_words(config.activation_checkpoint)}

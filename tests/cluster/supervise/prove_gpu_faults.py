@@ -166,7 +166,12 @@ def row(name: str, fault: dict[str, object], begun: float) -> str:
 
 def prove_alone(folder: Path, more: list[str]) -> str:
     """Under our launcher, which ends the ranks and names the one that the others waited for."""
-    rows = [alone(folder / name, name, more) for name in ("killed", "stopped", "absent")]
+    settings = [*SubmittedRun.settings_of(40), *SETTINGS, *more,
+                f"comm.train_timeout_seconds={COLLECTIVE_SECONDS}"]  # fmt: skip
+    unbroken = folder / "unbroken"
+    prepare(unbroken, step_seconds=0)
+    train(unbroken, settings).wait()
+    rows = [alone(folder, name, settings) for name in ("killed", "stopped", "absent")]
     return "\n".join([
         "## Without a supervisor", "",
         "`overland train` on this machine: what it says, the seconds from the fault to its end, "
@@ -176,10 +181,9 @@ def prove_alone(folder: Path, more: list[str]) -> str:
     ])  # fmt: skip
 
 
-def alone(folder: Path, fault: str, more: list[str]) -> str:
+def alone(runs: Path, fault: str, settings: list[str]) -> str:
+    folder = runs / fault
     prepare(folder, step_seconds=0.1)
-    settings = [*SubmittedRun.settings_of(40), *SETTINGS, *more,
-                f"comm.train_timeout_seconds={COLLECTIVE_SECONDS}"]  # fmt: skip
     if fault == "absent":
         (folder / f"absent_{VICTIM}").touch()
     begun = time.monotonic()
@@ -190,13 +194,12 @@ def alone(folder: Path, fault: str, more: list[str]) -> str:
         number = signal.SIGKILL if fault == "killed" else signal.SIGSTOP
         os.kill(rank_of(process.pid, VICTIM), number)
     process.wait()
+    say(f"{fault} alone")
     printed = (folder / "log").read_text()
     seconds = time.monotonic() - begun
     said = [line for line in printed.splitlines() if re.search(rf"rank {VICTIM}\b", line)]
     train(folder, settings).wait()
-    (folder / "runs/quickstart").rename(folder / "broken")
-    train(folder, settings).wait()
-    same = is_same(folder / "broken", folder / "runs/quickstart")
+    same = is_same(folder / "runs/quickstart", runs / "unbroken/runs/quickstart")
     shown = " · ".join(dict.fromkeys(map(str.strip, said))) or "nothing"
     return f"| {fault} | {seconds:.0f} | {shown} | {'equal' if same else 'DIFFERENT'} |"
 
