@@ -74,6 +74,7 @@ def once(name: str, folder: str, changes: list[str]) -> None:
     config, world = job(SHAPES[name], folder, [*changes, "training.steps=2"]), find_world()
     world = world or World()
     with process_group(config.comm, world, device_type()) as device:
+        seconds["joined"] = process_seconds()
         run = build_run(config, world, device, log_ranks=())
         seconds["model"] = process_seconds()
         run.callbacks.append(FirstStep(run))

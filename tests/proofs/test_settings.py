@@ -12,6 +12,7 @@ from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.data import registry as sources
 from overland.models import registry
+from overland.models.build import build_undivided
 from overland.objectives import registry as objectives
 
 
@@ -34,6 +35,19 @@ def test_adapters_and_preferences_are_taken(tmp_path: Path) -> None:
     assert (job.lora.rank, job.lora.alpha, job.lora.rslora) == (4, 32.0, True)
     assert (job.preference.loss, job.preference.beta) == ("ipo", 0.5)
     assert (job.sft.shape, job.data.packing) == ("preference", "trunc")
+
+
+def test_a_base_in_4_bits_is_taken_with_sizes_that_it_can_have(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[model]\nname = "qwen3"\nflavor = "0.6B"\n'
+        '[lora]\nrank = 8\nbase = "nf4"\ntargets = ["q_proj"]\n'
+    )
+    settings = settings_of(str(tmp_path / "run.toml"))
+    assert settings is not None
+    assert settings["architecture"]["model_type"] == "qwen3"
+    job = proof_job(parse("shard2"), "float64", 2, tmp_path / "proof", settings)
+    assert (job.lora.base, job.lora.targets) == ("nf4", ["q_proj"])
+    build_undivided(registry.model_config(job.model), job)  # no row is too short
 
 
 def test_an_optimizer_of_ones_own_is_taken_with_its_module(tmp_path: Path) -> None:

@@ -91,9 +91,7 @@ gradient sums {training.mixed_precision_reduce} |
 
 {strategy_in_words(degrees)} The product of the degrees is the number of devices, {world.size}.
 
-- Hardware: {hardware}, {world.num_nodes} node{
-        "s" if world.num_nodes > 1 else ""
-    }
+- Hardware: {hardware}, {world.num_nodes} node{"s" if world.num_nodes > 1 else ""}
 - Recompute: {recompute_in_words(config.activation_checkpoint)}
 - Compile: {compiled[config.compile.enable]}
 - Profiling: {profiling}

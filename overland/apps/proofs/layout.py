@@ -415,8 +415,10 @@ def settings_of(source: str | None) -> Sections | None:
         "training": config.training.model_dump(include={"objective", "objective_options"}),
     }
     if config.lora.rank:
+        if config.lora.base == "nf4":
+            _merge(settings, KINDS["qlora"])
         kind = config.lora.model_dump(include=LORA_KINDS)
-        settings["lora"] = {**kind, "rank": min(config.lora.rank, 4)}
+        _merge(settings, {"lora": {**kind, "rank": min(config.lora.rank, 4)}})
     if config.preference.loss != "off":
         _merge(settings, {**PAIRS, "preference": config.preference.model_dump()})
     elif config.sft.shape != "off":
@@ -426,9 +428,10 @@ def settings_of(source: str | None) -> Sections | None:
     architecture = model_config(config.model)
     if own_model_name(architecture):  # a plain decoder of its sizes would prove nothing
         _merge(settings, _own_sections(config, architecture))
+        settings.pop(ARCHITECTURE, None)
         return settings
     hf = architecture.to_hf()
-    settings[ARCHITECTURE] = {key: hf[key] for key in MODEL_KINDS if key in hf}
+    _merge(settings, {ARCHITECTURE: {key: hf[key] for key in MODEL_KINDS if key in hf}})
     if hf.get("sliding_window"):
         settings[ARCHITECTURE]["sliding_window"] = 9
     return settings
