@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from overland.config.derived import SPLIT_BACKWARD, recomputes_some_split_blocks, resolve_dtype
 from overland.config.errors import Problem, ProblemKind
 from overland.config.load import Loaded
+from overland.config.schema import Parallelism
 from overland.errors import ModelError
 from overland.models.registry import model_config
 from overland.words import any_of
@@ -97,16 +98,21 @@ def check_packages(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_schedule(loaded: Loaded) -> Iterator[Problem]:
-    """Refuses schedules that split the backward pass before torch 2.13: under 2.11 all three of
-    them hang, and under 2.13 all are proven to work."""
-    layout = loaded.config.parallelism
+    """Refuses schedules that this version of torch cannot run."""
+    if message := lacks_for_schedule(loaded.config.parallelism):
+        yield loaded.problem("parallelism.pipeline_parallel_schedule", message, kind="machine")
+
+
+def lacks_for_schedule(layout: Parallelism) -> str:
+    """Says what a schedule that splits the backward pass needs: before torch 2.13 all three of them
+    hang."""
     schedule = layout.pipeline_parallel_schedule
     if layout.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
-        return
+        return ""
     installed = version("torch")
-    if tuple(int(part) for part in installed.split(".")[:2]) < (2, 13):
-        message = f"needs torch 2.13 or newer to split the backward pass (installed: {installed})"
-        yield loaded.problem("parallelism.pipeline_parallel_schedule", message, kind="machine")
+    if tuple(int(part) for part in installed.split(".")[:2]) >= (2, 13):
+        return ""
+    return f"needs torch 2.13 or newer to split the backward pass (installed: {installed})"
 
 
 def check_float8(loaded: Loaded) -> Iterator[Problem]:

@@ -89,15 +89,17 @@ def layout(
         head = f"{'layout':<44}{'ranks':>5}  {'loss':>8}  {'norm':>8}  {'held out':>8}  verdict"
         verdicts = prove_layouts(todo, pool, dtype, steps, settings)
         found = shown(verdicts, evidence, as_json, head)
-    equal = sum(one.is_equal for one in found)
-    wrong = len(found) - equal - sum(one.is_refused for one in found if is_own)
+    equal, refused = sum(one.is_equal for one in found), sum(one.is_refused for one in found)
+    wrong = len(found) - equal - refused
     if not as_json:
         limits = f"{TOLERANCES[dtype]:g} (losses) and {NORM_TOLERANCES[dtype]:g} (gradient norm)"
         if device == "cuda":
             limits = "a few times what one rank differs from itself row by row"
-        print(f"\n{equal} of {len(todo)} layouts equal one process within {limits}.")
+        others = f" {refused} cannot be trained here, and say why." if refused else ""
+        print(f"\n{equal} of {len(todo)} layouts equal one process within {limits}.{others}")
     if wrong:
         print(f"{wrong} of {len(todo)} layouts differ from one process.", file=sys.stderr)
+    if wrong or (refused and not is_own):
         raise typer.Exit(1)
 
 

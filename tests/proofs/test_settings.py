@@ -84,3 +84,13 @@ def test_a_model_of_ones_own_is_proven_as_it_is(
     assert equal.validation_difference < 1e-12
     assert refused.is_refused
     assert "Clip has no plan for tp = 2" in refused.error
+
+
+def test_a_schedule_that_torch_cannot_run_is_refused_and_not_waited_for(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overland.checks.machine.version", lambda name: "2.12.1")
+    (refused,) = prove_layouts([parse("pp2:DualPipeV")], ranks, steps=1)
+    assert refused.is_refused
+    assert not refused.is_equal
+    assert refused.verdict.startswith("refused: needs torch 2.13 or newer"), refused

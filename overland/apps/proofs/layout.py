@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from overland.apps.proofs.layouts import ARCHITECTURE, KINDS, PAIRS, WAYS, ProofLayout, Sections
 from overland.apps.proofs.pool import RankPool
+from overland.checks.machine import lacks_for_schedule
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import load_config
@@ -39,6 +40,7 @@ NORM_TOLERANCES = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
 WIDER = {"float32": "float64", "bfloat16": "float32"}
 FLOORS = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-3}
 SPREADS = 4
+REFUSED = "refused"
 STEPS = 20
 ROWS = 8
 SEQ_LEN = 32
@@ -120,8 +122,9 @@ class LayoutVerdict:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the model cannot be trained in this layout, and says so."""
-        return self.error.startswith(("overland.errors.ModelError", "overland.errors.Objective"))
+        """Whether this model, or this version of torch, cannot train in this layout."""
+        kinds = ("overland.errors.ModelError", "overland.errors.Objective", REFUSED)
+        return self.error.startswith(kinds)
 
     @property
     def verdict(self) -> str:
@@ -189,7 +192,12 @@ def prove_layouts(
                     bounds = spread_bounds(spread, alone, dtype)
                 references[layout.kinds] = alone, bounds
             (steps_alone, held_out_alone), bounds = references[layout.kinds]
-            found, failure = try_layout(pool, layout, job_of(layout, dtype))
+            job = job_of(layout, dtype)
+            found: list[Curves] = []
+            if message := lacks_for_schedule(job.parallelism):
+                failure = f"{REFUSED}: {message}"
+            else:
+                found, failure = try_layout(pool, layout, job)
         yield LayoutVerdict(
             layout.name,
             layout.num_ranks,

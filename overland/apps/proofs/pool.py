@@ -15,7 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from functools import _lru_cache_wrapper
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from overland.world import World
@@ -51,17 +51,12 @@ class RankPool:
                 pipe = self._ranks[rank][1]
                 pipe.send(os.getcwd())  # first: reading the function may import its module
                 pipe.send((function, world, meeting_point.name, args))
-            results: dict[int, tuple[bool, Any]] = {}
-            patience = TIMEOUT_SECONDS[self.device_type]
-            for rank in range(num_ranks):
-                results[rank] = _answer(self._ranks[rank][1], patience)
-                if not results[rank][0]:
-                    patience = 2  # the others may wait for this one forever
-        failures = [f"rank {i}:\n{text}" for i, (ok, text) in results.items() if not ok]
+            results = _answers([pipe for _, pipe in self._ranks[:num_ranks]], self.device_type)
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
         if failures:
             self.close()  # ranks may be stuck in different places: start new ones next time
             raise AssertionError("\n".join(failures))
-        return [value for _, value in results.values()]
+        return [value for _, value in results]
 
     def close(self) -> None:
         for process, _ in self._ranks:
@@ -76,12 +71,21 @@ class RankPool:
         return process, ours
 
 
-def _answer(pipe: Connection, seconds: float) -> tuple[bool, Any]:
-    """Returns whether a rank succeeded, and its result or the error."""
-    try:
-        return pipe.recv() if pipe.poll(seconds) else (False, "no answer")
-    except (EOFError, OSError):
-        return False, "the process is gone"
+def _answers(pipes: list[Connection], device_type: str) -> list[tuple[bool, Any]]:
+    """Returns whether each rank succeeded, and its result or the error. Once one has failed, the
+    others may wait for it forever."""
+    answers: dict[Connection, tuple[bool, Any]] = dict.fromkeys(pipes, (False, "no answer"))
+    waiting, patience = set(pipes), float(TIMEOUT_SECONDS[device_type])
+    while waiting and (ready := wait(waiting, patience)):
+        for pipe in waiting.intersection(ready):
+            waiting.remove(pipe)
+            try:
+                answers[pipe] = pipe.recv()
+            except (EOFError, OSError):
+                answers[pipe] = False, "the process is gone"
+            if not answers[pipe][0]:
+                patience = 2
+    return [answers[pipe] for pipe in pipes]
 
 
 def _serve(pipe: Connection, device_type: str) -> None:
