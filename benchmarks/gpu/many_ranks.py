@@ -128,6 +128,8 @@ def main() -> None:
     if "resumes" in args.parts:
         prove("resume", RESUMES, args, "gpu_resume.md", head=RESUMED)
     if "memory" in args.parts:
+        if args.device == "cpu":
+            parser.error("memory is measured on a GPU only")
         measure_all(args)
 
 
@@ -195,7 +197,7 @@ def measure_all(args: argparse.Namespace) -> None:
                 else:
                     (state, peak), real_state, real_peak = found[0][:2], *map(max, zip(*(
                         (one[2], one[3]) for one in found), strict=True))  # fmt: skip
-                    ratio = peak / real_peak if real_peak else 1.0
+                    ratio = peak / real_peak
                     values = (state, real_state, peak, real_peak)
                     cells = [*(f"{value / GIB:.2f}" for value in values), f"{ratio:.3f}"]
                     verdict = "equal within 3 %" if abs(ratio - 1) <= 0.03 else "off"

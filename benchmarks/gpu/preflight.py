@@ -39,7 +39,8 @@ def main() -> None:
     neighbor = subprocess.Popen([sys.executable, "-c", NEIGHBOR], stdout=subprocess.PIPE)
     try:
         assert neighbor.stdout is not None
-        neighbor.stdout.readline()
+        if neighbor.stdout.readline() != b"computes\n":
+            sys.exit("The neighbor ended by itself.")
         text += f"\n## Beside a busy neighbor\n\n{preflight()}"
     finally:
         neighbor.kill()

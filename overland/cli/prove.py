@@ -64,14 +64,9 @@ def layout(
 ) -> None:
     """Compare the losses of parallel layouts with one process. Trains a tiny model, or your own,
     under each layout on local ranks."""
-    from overland.apps.proofs.evidence import Evidence
-    from overland.apps.proofs.layout import (
-        HEAD,
-        NORM_TOLERANCES,
-        TOLERANCES,
-        prove_layouts,
-        settings_of,
-    )
+    from overland.apps.proofs.evidence import Evidence, with_settings
+    from overland.apps.proofs.job import STEPS, digest, left_out, settings_of
+    from overland.apps.proofs.layout import HEAD, NORM_TOLERANCES, TOLERANCES, prove_layouts
     from overland.apps.proofs.layouts import FIVE_AXES, LAYOUTS, OWN, SHORT
     from overland.apps.proofs.pool import RankPool
 
@@ -79,11 +74,16 @@ def layout(
         raise wrong_option(f"expected {any_of(list(TOLERANCES))}", "--dtype", dtype)
     chosen = parsed(layouts, {"short": SHORT, "all": LAYOUTS, "five": FIVE_AXES})
     settings = settings_of(config)
+    if missing := left_out(config):
+        print_notes(f"the proof leaves out {', '.join(missing)} of this config")
     is_own = settings is not None and "name" in settings["model"]
     if is_own and layouts == "short":
         chosen = parsed(OWN, {})
     check_device(device, chosen, ranks_per_device)
-    evidence = Evidence(table, HEAD, keys=(0, 2))
+    others = [f"{config} ({digest(settings)})"] if settings is not None else []
+    others += [f"--steps {steps}"] if steps != STEPS else []
+    others += [f"--device {device}"] if device != "cpu" else []
+    evidence = Evidence(table, with_settings(HEAD, others), keys=(0, 2))
     todo = [one for one in chosen if not evidence.holds(one.name, dtype)]
     with closing(RankPool(device)) as pool:
         head = f"{'layout':<44}{'ranks':>5}  {'loss':>8}  {'norm':>8}  {'held out':>8}  verdict"
@@ -91,14 +91,18 @@ def layout(
         found = shown(verdicts, evidence, as_json, head)
     equal, refused = sum(one.is_equal for one in found), sum(one.is_refused for one in found)
     wrong = len(found) - equal - refused
-    if not as_json:
+    if not as_json and not todo:
+        print(f"All {len(chosen)} are in {table} already.")
+    elif not as_json:
         limits = f"{TOLERANCES[dtype]:g} (losses) and {NORM_TOLERANCES[dtype]:g} (gradient norm)"
         if device == "cuda":
             limits = "a few times what one rank differs from itself row by row"
-        others = f" {refused} cannot be trained here, and say why." if refused else ""
-        print(f"\n{equal} of {len(todo)} layouts equal one process within {limits}.{others}")
+        end = f" {refused} cannot be trained here, and say why." if refused else ""
+        print(f"\n{equal} of {len(todo)} layouts equal one process within {limits}.{end}")
     if wrong:
-        print(f"{wrong} of {len(todo)} layouts differ from one process.", file=sys.stderr)
+        print(
+            f"{wrong} of {len(todo)} layouts differ from one process, or failed.", file=sys.stderr
+        )
     if wrong or (refused and not is_own):
         raise typer.Exit(1)
 
@@ -116,7 +120,7 @@ def resume(
 ) -> None:
     """Compare runs resumed under other layouts with an unbroken run. Saves a tiny run under each
     layout, and resumes it under each."""
-    from overland.apps.proofs.evidence import Evidence
+    from overland.apps.proofs.evidence import Evidence, with_settings
     from overland.apps.proofs.pool import RankPool
     from overland.apps.proofs.resume import DOZEN, HEAD, TOLERANCE, prove_resumes
 
@@ -125,17 +129,20 @@ def resume(
         message = "all layouts of one proof must have the same suffix after +"
         raise wrong_option(message, "--layouts", layouts)
     check_device(device, chosen, ranks_per_device)
-    evidence = Evidence(table, HEAD, keys=(0, 1))
+    others = [f"--device {device}"] if device != "cpu" else []
+    evidence = Evidence(table, with_settings(HEAD, others), keys=(0, 1))
     pairs = product(chosen, repeat=2)
     todo = [(a, b) for a, b in pairs if not evidence.holds(a.name, b.name)]
     with closing(RankPool(device)) as pool:
         head = f"{'saved by':<28}{'resumed by':<28}{'loss':>8}  {'norm':>8}  verdict"
         found = shown(prove_resumes(todo, pool), evidence, as_json, head)
     wrong = sum(not one.is_equal for one in found)
-    if not as_json:
+    if not as_json and not todo:
+        print(f"All {len(chosen) ** 2} are in {table} already.")
+    elif not as_json:
         print(f"\n{len(todo) - wrong} of {len(todo)} equal an unbroken run within {TOLERANCE:g}.")
     if wrong:
-        print(f"{wrong} of {len(todo)} differ from an unbroken run.", file=sys.stderr)
+        print(f"{wrong} of {len(todo)} differ from an unbroken run, or failed.", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -206,9 +213,12 @@ def parsed(layouts: str, named: Mapping[str, list[ProofLayout]]) -> list[ProofLa
     from overland.apps.proofs.layouts import parse_all
 
     try:
-        return named[layouts] if layouts in named else parse_all(layouts)
+        found = named[layouts] if layouts in named else parse_all(layouts)
     except ValueError as error:
         raise wrong_option(str(error), "--layouts") from None
+    if not found:
+        raise wrong_option(f"expected names of layouts, or {any_of(list(named))}", "--layouts")
+    return found
 
 
 def wrong_option(message: str, option: str, value: str | None = None) -> ConfigError:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.apps.proofs.layout import curve, difference, proof_job
+from overland.apps.proofs.job import proof_job
+from overland.apps.proofs.layout import curve, difference
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from overland.apps.check.fake_step import KEPT, fake_steps
 from overland.apps.check.planned import PlannedRun
-from overland.apps.proofs.layout import proof_job
+from overland.apps.proofs.job import proof_job
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.config.load import load_config

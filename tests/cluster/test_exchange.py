@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overland.apps.proofs.layout import curve, proof_job
+from overland.apps.proofs.job import proof_job
+from overland.apps.proofs.layout import curve
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import Comm

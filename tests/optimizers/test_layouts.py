@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from overland.apps.convert import convert
-from overland.apps.proofs.layout import TOLERANCES, Curve, curve, difference, proof_job
+from overland.apps.proofs.job import proof_job
+from overland.apps.proofs.layout import TOLERANCES, Curve, curve, difference
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.checkpoint.read import open_checkpoint

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import overland.models.float8 as float8
-from overland.apps.proofs.layout import Curve, curve, difference, proof_job
+from overland.apps.proofs.job import proof_job
+from overland.apps.proofs.layout import Curve, curve, difference
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig

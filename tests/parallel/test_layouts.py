@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from overland.apps.proofs.job import proof_job
 from overland.apps.proofs.layout import (
     TOLERANCES,
     LayoutVerdict,
     References,
     Tolerance,
     curves,
-    proof_job,
     prove_layouts,
 )
 from overland.apps.proofs.layouts import LAYOUTS, SHORT, ProofLayout, parse

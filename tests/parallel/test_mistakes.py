@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from overland.apps.proofs.layout import ROWS, TINY, held_out_data, proof_job, prove_layouts
-from overland.apps.proofs.layouts import SHORT, parse
+from overland.apps.proofs.job import TINY, held_out_data, proof_job
+from overland.apps.proofs.layout import prove_layouts
+from overland.apps.proofs.layouts import ROWS, SHORT, parse
 from overland.apps.proofs.pool import RankPool
 from overland.data.batch import Batch, load_batch
 from overland.data.corpora import Preparer

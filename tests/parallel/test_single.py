@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from overland.apps.proofs.layout import Curve, curve, difference, proof_job
+from overland.apps.proofs.job import proof_job
+from overland.apps.proofs.layout import Curve, curve, difference
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.config import schema

@@ -1,15 +1,29 @@
-"""What `overland prove layout CONFIG` takes from a config."""
+"""What `overland prove layout CONFIG` takes from a config, and what counts as equal."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from overland.apps.proofs.layout import proof_job, prove_layouts, settings_of
+from overland.apps.proofs.job import left_out, proof_job, settings_of
+from overland.apps.proofs.layout import (
+    Curve,
+    Curves,
+    LayoutVerdict,
+    Tolerance,
+    difference,
+    largest_difference,
+    prove_layouts,
+    spread_bounds,
+)
 from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
+from overland.apps.proofs.resume import prove_resumes
 from overland.data import registry as sources
 from overland.models import registry
 from overland.models.build import build_undivided
@@ -94,3 +108,63 @@ def test_a_schedule_that_torch_cannot_run_is_refused_and_not_waited_for(
     assert refused.is_refused
     assert not refused.is_equal
     assert refused.verdict.startswith("refused: needs torch 2.13 or newer"), refused
+
+
+def test_what_is_not_a_number_or_is_missing_is_no_equal() -> None:
+    fine: Curve = [(1.0, 1.0), (0.0, 1.0)]
+    assert difference(fine, fine, 0) == 0
+    for wrong in ([(1.0, 1.0), (math.nan, 1.0)], [(1.0, 1.0)], [(1.0, 1.0), (math.inf, 1.0)]):
+        assert difference(wrong, fine, 0) == math.inf
+        assert largest_difference([fine, wrong], fine, 0) == math.inf
+    verdict = LayoutVerdict("tp2", 2, "bfloat16", 0, math.inf, 0, Tolerance(1, math.inf))
+    assert verdict.verdict == "differs"
+    assert "Infinity" not in json.dumps(verdict.to_json())
+
+
+def test_one_rank_that_differs_from_itself_widens_no_bound_beyond_those_of_ranks() -> None:
+    alone: Curves = [(1.0, 1.0)], [(1.0,)]
+    other: Curves = [(2.0, 2.0)], []
+    assert spread_bounds([other], alone, "float32") == (1e-4, 1e-2)
+
+
+def test_keys_that_no_proof_takes_are_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[model]\nname = "llama3"\nflavor = "debug"\nfreeze = ["*norm*"]\n'
+        '[training]\nfloat8 = "tensorwise"\n[optimizer]\nbf16_moments = true\n'
+    )
+    found = left_out(str(tmp_path / "run.toml"))
+    assert found == ["training.float8", "model.freeze", "optimizer.bf16_moments"]
+    assert left_out("llama3_debug") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tp2xtp4", "once"),
+        ("shard0", "1 or more"),
+        ("shard16", "8 rows"),
+        ("shard1:zero3_hybrid", "2 nodes"),
+        ("shard2:full:op", "activation_checkpoint.mode"),
+        ("tp2+lora+dora", "lora.rank"),
+    ],
+)
+def test_a_name_that_means_two_things_or_nothing_is_refused(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse(name)
+
+
+class Broken:
+    """Stands for ranks of which all fail."""
+
+    device_type = "cpu"
+
+    def run(self, *args: object, **kwargs: object) -> list[object]:
+        raise AssertionError("rank 0:\nno answer")
+
+
+def test_a_run_that_fails_is_a_row_and_no_end_of_the_proof() -> None:
+    pool = cast("RankPool", Broken())
+    (layout,) = prove_layouts([parse("tp2")], pool)
+    assert layout.verdict == "failed: on one rank: no answer within 300 s"
+    pairs = list(prove_resumes([(parse("tp2"), parse("pp2")), (parse("tp2"), parse("tp2"))], pool))
+    assert [pair.verdict for pair in pairs] == ["failed: no answer within 300 s"] * 2

@@ -21,6 +21,8 @@ DEGREES = {
     "tp": "tensor_parallel_degree",
 }
 
+ROWS = 8  # of each batch
+
 Sections = dict[str, dict[str, Any]]
 
 # How a layout computes: nothing here may change the loss.
@@ -137,13 +139,30 @@ def parse(name: str) -> ProofLayout:
         if match is None or match[1] not in DEGREES:
             known = ", ".join(DEGREES)
             raise ValueError(f"{name}: expected degrees such as pp2xtp2 (of {known}), got {part!r}")
-        degrees[match[1]] = int(match[2])
+        axis, degree = match[1], int(match[2])
+        if axis in degrees or not degree:
+            raise ValueError(f"{name}: expected each of {', '.join(DEGREES)} once, and 1 or more")
+        degrees[axis] = degree
+    if ROWS % (rows := degrees.get("shard", 1) * degrees.get("rep", 1)):
+        raise ValueError(f"{name}: a proof has {ROWS} rows, which {rows} ranks cannot share")
     ways = tuple(word[1:] for word in words[1:] if word[0] == ":")
     kinds = tuple(word[1:] for word in words[1:] if word[0] == "+")
     for word, known_words in [(w, WAYS) for w in ways] + [(k, KINDS) for k in kinds]:
         if word not in known_words:
             raise ValueError(f"{name}: {word!r} is none of {', '.join(known_words)}")
-    return ProofLayout(name, degrees, ways, kinds)
+    for words_of_one, meanings in ((ways, WAYS), (kinds, KINDS)):
+        if twice := set_twice([meanings[word] for word in words_of_one]):
+            raise ValueError(f"{name}: two words after the degrees set {twice}")
+    layout = ProofLayout(name, degrees, ways, kinds)
+    if layout.num_ranks % layout.num_nodes:
+        raise ValueError(f"{name}: a hybrid stage is proven on {layout.num_nodes} nodes")
+    return layout
+
+
+def set_twice(changes: list[Sections]) -> str:
+    """Returns a key that two changes set, or nothing."""
+    keys = [f"{section}.{key}" for one in changes for section in one for key in one[section]]
+    return next((key for key in keys if keys.count(key) > 1), "")
 
 
 def parse_all(text: str) -> list[ProofLayout]:

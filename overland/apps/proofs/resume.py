@@ -6,6 +6,7 @@ The same layout must give the same bits; a different one the losses of one proce
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,14 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from overland.apps.proofs.layout import (
-    TOLERANCES,
-    Curve,
-    curve,
-    largest_difference,
-    proof_job,
-    try_layout,
-)
+from overland.apps.proofs.job import proof_job
+from overland.apps.proofs.layout import TOLERANCES, Curves, finite, largest_difference, try_layout
 from overland.apps.proofs.layouts import ProofLayout, Sections, parse_all
 from overland.apps.proofs.pool import RankPool
 from overland.run_folder import CHECKPOINTS, checkpoint_name
@@ -71,11 +66,11 @@ class Resumed:
     @property
     def verdict(self) -> str:
         if not self.is_equal:
-            return f"differs {self.error}".strip()
+            return f"failed: {self.error}" if self.error else "differs"
         return "equal, bit for bit" if self.same_bits else "equal"
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "equal": self.is_equal}
+        return {**finite(asdict(self)), "equal": self.is_equal, "verdict": self.verdict}
 
     def cells(self) -> list[str]:
         """A row of the table."""
@@ -103,26 +98,31 @@ def prove_resumes(
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         saved, resumed = root / "saved", root / "resumed"
-        alone: dict[tuple[str, ...], Curve] = {}
+        alone: dict[tuple[str, ...], tuple[list[Curves], str]] = {}
         for before in {before.name: before for before, _ in wanted}.values():
             if before.kinds not in alone:
                 job = job_of(before.alone(), folder=root / "alone")
-                alone[before.kinds] = pool.run(1, curve, job)[0]
-            rest = alone[before.kinds][SAVED_AT:]
-            job = job_of(before, folder=saved)
-            unbroken = pool.run(before.num_ranks, curve, job, num_nodes=before.num_nodes)
-            shutil.rmtree(saved / CHECKPOINTS / checkpoint_name(STEPS))
+                alone[before.kinds] = try_layout(pool, before.alone(), job)
+            references, failure = alone[before.kinds]
+            unbroken: list[Curves] = []
+            if not failure:
+                unbroken, failure = try_layout(pool, before, job_of(before, folder=saved))
+                shutil.rmtree(saved / CHECKPOINTS / checkpoint_name(STEPS), ignore_errors=True)
             for after in [after for first, after in wanted if first == before]:
+                if failure:
+                    yield Resumed(before.name, after.name, math.inf, math.inf, error=failure)
+                    continue
                 shutil.copytree(saved, resumed, symlinks=True)
-                tried, failure = try_layout(pool, after, job_of(after, folder=resumed))
-                found = [steps for steps, _ in tried]
+                tried, error = try_layout(pool, after, job_of(after, folder=resumed))
+                found, rest = [steps for steps, _ in tried], references[0][0][SAVED_AT:]
+                expected = [steps[SAVED_AT:] for steps, _ in unbroken]
                 yield Resumed(
                     before.name,
                     after.name,
                     largest_difference(found, rest, 0),
                     largest_difference(found, rest, 1),
-                    found == [whole[SAVED_AT:] for whole in unbroken] if before == after else None,
-                    failure,
+                    found == expected if before == after else None,
+                    error,
                 )
                 shutil.rmtree(resumed)
-            shutil.rmtree(saved)
+            shutil.rmtree(saved, ignore_errors=True)

@@ -81,6 +81,7 @@ SETTINGS = [
     "parallelism.tensor_parallel_degree=2",
 ]
 
+SUPERVISED, ALONE = "## Under the supervisor", "## Without a supervisor"
 HEAD = """\
 # Faults over NCCL
 
@@ -100,19 +101,28 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="a folder for the runs, which stays")
     options = parser.parse_args()
     more = ON_GPU if options.device == "cuda" else ["training.device=cpu"]
-    text = HEAD.format(
+    head = HEAD.format(
         ranks=RANKS, device=name_of(options.device), hang=HANG_SECONDS, join=JOIN_SECONDS,
         collective=COLLECTIVE_SECONDS, exact=", deterministic" * (options.device == "cuda"),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.work or Path(temporary)
+        parts = parts_of(options.into)
         for part in options.parts.split():
             if part == "supervised":
-                text += f"\n{prove_supervised(folder, options.faults.split(), more)}\n"
+                parts[SUPERVISED] = prove_supervised(folder, options.faults.split(), more)
             else:
-                text += f"\n{prove_alone(folder / 'alone', more)}\n"
+                parts[ALONE] = prove_alone(folder / "alone", more)
+            text = head + "".join(f"\n{title}\n\n{body}\n" for title, body in parts.items())
             options.into.write_text(text)
-    print(text)
+            print(text)
+
+
+def parts_of(page: Path) -> dict[str, str]:
+    """Returns the parts that an earlier session has written, by their titles."""
+    text = page.read_text() if page.exists() else ""
+    parts = [part.partition("\n") for part in text.split("\n## ")[1:]]
+    return {f"## {title}": body.strip() for title, _, body in parts}
 
 
 def prove_supervised(folder: Path, faults: list[str], more: list[str]) -> str:
@@ -130,15 +140,16 @@ def prove_supervised(folder: Path, faults: list[str], more: list[str]) -> str:
             begun, before = time.time(), len(run.events("recovered"))
             act(run, fault)
             run.wait_until(lambda n=before: len(run.events("recovered")) > n, f"after {fault}")
-            rows += [row(fault, one, begun) for one in run.events("fault") if one["time"] > begun]
-            rows[-1] += f" {run.events('recovered')[-1]['lost_seconds']:.0f} |"
+            faults_now = [one for one in run.events("fault") if one["time"] > begun]
+            found = [row(fault, one, begun) for one in faults_now]
+            lost = f"{run.events('recovered')[-1]['lost_seconds']:.0f}"
+            rows += [f"{one} {lost if one is found[-1] else '–'} |" for one in found]
             say(rows[-1])
         run.wait()
         prepare(folder / "unbroken", step_seconds=0)
         train(folder / "unbroken", run.settings).wait()
         same = is_same(run.root, folder / "unbroken/runs/quickstart")
         return "\n".join([
-            "## Under the supervisor", "",
             f"One job of {run.steps} steps. Final weights, moments and all losses against the "
             f"unbroken run: **{'equal' if same else 'DIFFERENT'}**. Seconds to notice count from "
             "the fault, seconds lost from the last new step to the next.", "",
@@ -173,7 +184,6 @@ def prove_alone(folder: Path, more: list[str]) -> str:
     train(unbroken, settings).wait()
     rows = [alone(folder, name, settings) for name in ("killed", "stopped", "absent")]
     return "\n".join([
-        "## Without a supervisor", "",
         "`overland train` on this machine: what it says, the seconds from the fault to its end, "
         "and whether the same command then reaches the losses of a run to which nothing happened, "
         "bit for bit.", "",
