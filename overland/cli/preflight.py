@@ -80,7 +80,7 @@ def run(
         return conduct.preflight_among_ranks(world, job, env)
     nodes = start.nodes_of(env, only)
     if nodes:
-        tasks = start.tasks_per_node(env)
+        tasks = start.tasks_per_node(env, job.ranks_per_device)
         launch = srun_on(start.srun_words(tasks, env), nodes, tasks)
         return conduct.preflight(launch, nodes, tasks, job, env)
     return conduct.preflight_here(ngpu(env) or num_local_ranks(job.ranks_per_device), job, env)

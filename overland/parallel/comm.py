@@ -18,7 +18,12 @@ from overland.config.schema import Comm
 from overland.errors import FromFirstRank
 from overland.parallel.mesh import SHARDS, Mesh
 from overland.world import World
-from overland.world.devices import device_identity, device_memory, require_own_device, share_devices
+from overland.world.devices import (
+    device_identity,
+    device_memory,
+    require_intended_devices,
+    share_devices,
+)
 from overland.world.exchange import all_gather, broadcast, greet, part
 from overland.world.rendezvous import open_store, secret_of, wait_for_all
 
@@ -51,9 +56,10 @@ def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.
     try:
         if not alone:
             greet(secret_of())
-        # AMD's identities are untested, and only NCCL minds.
-        if device.type == "cuda" and not alone and not torch.version.hip and comm.backend != "gloo":
-            require_own_device(all_gather(device_identity(device)), comm.ranks_per_device)
+        # AMD's identities are untested. Only NCCL minds ranks that share unasked.
+        minds = comm.ranks_per_device > 1 or (comm.backend != "gloo" and not alone)
+        if device.type == "cuda" and not torch.version.hip and minds:
+            require_intended_devices(all_gather(device_identity(device)), comm.ranks_per_device)
         yield device
     finally:
         part()
@@ -70,7 +76,7 @@ def own_device(ranks_per_device: int, world: World, device_type: str) -> torch.d
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     if ranks_per_device > 1:
-        share_devices(world)
+        share_devices(world.rank)
         part = device_memory(device, ranks_per_device) / device_memory(device)
         torch.cuda.set_per_process_memory_fraction(part)
     return device

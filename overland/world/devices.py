@@ -103,11 +103,11 @@ def device_memory(device: torch.device, ranks_per_device: int = 1) -> int:
     return max(0, whole // ranks_per_device - context)
 
 
-def device_identity(device: torch.device) -> str:
-    """Returns words that no other GPU of any machine has."""
+def device_identity(device: torch.device) -> tuple[str, str]:
+    """Returns the host and words that no other GPU of it has."""
     import torch
 
-    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
 
 
 def memory_in_use(wanted: str = "auto") -> float:
@@ -170,18 +170,30 @@ def available_memory() -> float:
     return min(free)
 
 
-def share_devices(world: World, env: MutableMapping[str, str] = os.environ) -> None:
+def share_devices(rank: int, env: MutableMapping[str, str] = os.environ) -> None:
     """Sets what NCCL reads, before its first call. What the user has set stays."""
-    env["NCCL_HOSTID"] = f"rank{world.rank}"
+    env["NCCL_HOSTID"] = f"rank{rank}"
     env.setdefault("NCCL_NET", "Socket")
-    if world.size == world.local_size:  # the loopback exists on every machine and is always up
-        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    env.setdefault("NCCL_SOCKET_IFNAME", "lo")  # exists on every machine and is always up
 
 
-def require_own_device(devices: list[str], ranks_per_device: int) -> None:
-    """Raises if more ranks share a device than the config says, which NCCL would refuse in words of
-    its own. `devices`: an identity for every rank."""
-    by_device: dict[str, list[int]] = {}
+def refusal_to_share(ranks_per_device: int, why: str) -> str:
+    """Returns why ranks cannot share devices, and the way out."""
+    return f"{RANKS_PER_DEVICE} = {ranks_per_device}, but {why}; remove the key, or set it to 1"
+
+
+def require_intended_devices(devices: list[tuple[str, str]], ranks_per_device: int) -> None:
+    """Raises if ranks share devices otherwise than the config says. NCCL would refuse too many on a
+    device in words of its own; ranks that share none would each use a part of it, and sockets.
+    `devices`: the host and an identity of the device, for every rank."""
+    hosts = {host for host, _ in devices}
+    if ranks_per_device > 1 and len(hosts) > 1:
+        why = f"ranks share GPUs of one machine only, and these are on {len(hosts)}"
+        raise TrainingError(refusal_to_share(ranks_per_device, why))
+    if ranks_per_device > 1 and len(set(devices)) == len(devices):
+        why = "no two ranks share a GPU, so each would leave most of its own unused"
+        raise TrainingError(refusal_to_share(ranks_per_device, why))
+    by_device: dict[tuple[str, str], list[int]] = {}
     for rank, device in enumerate(devices):
         by_device.setdefault(device, []).append(rank)
     ranks = max(by_device.values(), key=len)

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from overland.cluster.preflight import conduct
-from overland.cluster.preflight.conduct import PreflightSettings, preflight_here
+from overland.cluster.preflight.conduct import (
+    PreflightSettings,
+    preflight,
+    preflight_among_ranks,
+    preflight_here,
+)
+from overland.errors import ClusterError
+from overland.world import World
 from tests.cli.processes import environment, overland
 from tests.waiting import LIMIT_SECONDS
 
@@ -46,6 +53,21 @@ def test_a_sum_of_all_that_hangs_is_a_failure_of_the_whole(
     assert not report.is_good
     assert "all-reduce of all good nodes failed on 2 of 2 tasks" in report.failure
     assert "did not finish within" in report.failure
+
+
+def test_devices_are_shared_on_one_machine_only() -> None:
+    job = PreflightSettings(ranks_per_device=4)
+    with pytest.raises(ClusterError, match=r"comm.ranks_per_device = 4, .* there are 2 nodes; "):
+        preflight(["srun"], ["n1", "n2"], 4, job, {})
+    with pytest.raises(ClusterError, match="there are 2 nodes"):
+        preflight_among_ranks(World(0, 8, 0, 4), job, {})
+
+
+def test_without_a_gpu_to_share_nothing_is_good(tmp_path: Path) -> None:
+    job = PreflightSettings(folder=str(tmp_path), quick=True, ranks_per_device=4)
+    report = preflight_here(1, job, environment(CUDA_VISIBLE_DEVICES=""))
+    assert not report.is_good
+    assert "comm.ranks_per_device = 4, but only GPUs are shared" in report.summary()
 
 
 @pytest.mark.long

@@ -14,24 +14,40 @@ from overland.config.errors import ConfigError
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
 from overland.errors import TrainingError
-from overland.world import World, devices
-from overland.world.devices import RANKS_PER_DEVICE, mps_note, require_own_device, share_devices
+from overland.world import devices
+from overland.world.devices import (
+    RANKS_PER_DEVICE,
+    mps_note,
+    require_intended_devices,
+    share_devices,
+)
 
 
 def test_each_rank_is_a_host_of_its_own_to_nccl() -> None:
     env = {"NCCL_NET": "IB"}  # somebody's own choice stays
-    share_devices(World(3, 4, 3, 4), env)
+    share_devices(3, env)
     assert env == {"NCCL_HOSTID": "rank3", "NCCL_NET": "IB", "NCCL_SOCKET_IFNAME": "lo"}
-    env = {}
-    share_devices(World(3, 4, 1, 2), env)  # two nodes, which the loopback does not connect
-    assert env == {"NCCL_HOSTID": "rank3", "NCCL_NET": "Socket"}
 
 
 def test_ranks_that_share_a_device_unasked_are_told_the_key() -> None:
-    require_own_device(["a 0", "a 1", "b 0", "b 1"], 1)
-    require_own_device(["a 0", "a 0", "a 1", "a 1"], 2)
+    a, b = ("n1", "a"), ("n1", "b")
+    require_intended_devices([a, b, ("n2", "a"), ("n2", "b")], 1)
+    require_intended_devices([a, a, b, b], 2)
     with pytest.raises(TrainingError, match=rf"2 ranks \(0, 2\) .* {RANKS_PER_DEVICE}=2"):
-        require_own_device(["a 0", "a 1", "a 0", "a 1"], 1)
+        require_intended_devices([a, b, a, b], 1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "why"),
+    [
+        ([("n1", "a"), ("n1", "a"), ("n2", "b"), ("n2", "b")], "and these are on 2"),
+        ([("n1", "a"), ("n1", "b")], "no two ranks share a GPU"),
+        ([("n1", "a")], "no two ranks share a GPU"),
+    ],
+)
+def test_a_key_left_over_from_a_trial_is_refused(devices: list[tuple[str, str]], why: str) -> None:
+    with pytest.raises(TrainingError, match=rf"{RANKS_PER_DEVICE} = 2, .*{why}.*; remove the key"):
+        require_intended_devices(devices, 2)
 
 
 def test_a_machine_has_as_many_ranks_as_share_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:

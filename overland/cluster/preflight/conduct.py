@@ -25,6 +25,7 @@ from overland.cluster.wire import ADDRESS, KEY, Message, Switchboard
 from overland.errors import ClusterError
 from overland.slurm import expand_hosts
 from overland.world import World
+from overland.world.devices import refusal_to_share
 from overland.world.heartbeat import node_name
 from overland.world.rendezvous import SECRET, open_store, reachable, secret_of
 
@@ -74,6 +75,7 @@ def preflight(
     """Tests the nodes with tasks that `launch` starts, as it would start training; raises a
     ClusterError if none started at all. `launch`: the command of the ranks, up to and including
     `… -m overland`."""
+    require_one_machine(len(nodes), job)
     here = (env.get("SLURMD_NODENAME"), socket.gethostname())
     others = [node for node in nodes if node not in here]
     with closing(Switchboard(others or nodes, env)) as board:
@@ -97,6 +99,7 @@ def preflight_among_ranks(
     world's store, where anyone who reaches it can write; who answers there must know the key."""
     from torch.distributed import PrefixStore
 
+    require_one_machine(world.num_nodes, job)
     key = hmac.new(secret_of(env), NAME.encode(), "sha256").hexdigest()
     store = PrefixStore(NAME, open_store(world, START_SECONDS))
     if not world.is_first:
@@ -116,6 +119,13 @@ def preflight_among_ranks(
         store.set(NAME, board.environment()[ADDRESS])
         started = start.first_task({**env, **board.environment()})
         return conduct(board, started, nodes, world.local_size, job)
+
+
+def require_one_machine(num_nodes: int, job: PreflightSettings) -> None:
+    """Raises if ranks are to share devices on several nodes, as training would."""
+    if job.ranks_per_device > 1 and num_nodes > 1:
+        why = f"ranks share GPUs of one machine only, and there are {num_nodes} nodes"
+        raise ClusterError(refusal_to_share(job.ranks_per_device, why))
 
 
 def conduct(
@@ -163,7 +173,7 @@ class _Conductor:
         self._blame(judge.disks(disks))
         bounds = self._test_devices(with_torch)
         self._test_links({**self.job.of_groups(), "do": "link", "torch": not quick}, bounds.link)
-        if not quick:
+        if not quick and not report.failure:
             self._test_sum()
         self._finish(quick)
         report.seconds = time.monotonic() - began
@@ -194,6 +204,7 @@ class _Conductor:
                 answers[place] = judge.faster(answers[place], facts)
             self.facts["device"] = answers
         self._blame(judge.devices(answers, self.job.ranks_per_device))
+        self.report.failure = judge.sharing(answers, self.job.ranks_per_device)
         self._blame(judge.products(answers))
         self._blame(judge.rates(answers, bounds))
         return bounds

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from statistics import median, median_high, multimode
 from typing import Any
 
+from overland.world.devices import refusal_to_share
+
 Place = tuple[str, int]
 """Node and local rank of a task."""
 Answers = Mapping[Place, Mapping[str, Any]]
@@ -98,6 +100,19 @@ def devices(answers: Answers, ranks_per_device: int = 1) -> Iterator[Finding]:
     for (node, _), tasks in owners.items():
         if len(tasks) > ranks_per_device:
             yield node, f"tasks {', '.join(map(str, tasks))} have the same device"
+
+
+def sharing(answers: Answers, ranks_per_device: int) -> str:
+    """Returns why training would refuse to let ranks share devices here, or ""."""
+    if ranks_per_device == 1 or any("error" in facts for facts in answers.values()):
+        return ""
+    if not any(facts.get("kind") == "cuda" for facts in answers.values()):
+        return refusal_to_share(ranks_per_device, "only GPUs are shared, and no task sees one")
+    identities = [facts.get("identity") for facts in answers.values()]
+    if all(identities) and len(set(identities)) == len(identities):
+        why = "no two tasks share a GPU, so each rank would leave most of its own unused"
+        return refusal_to_share(ranks_per_device, why)
+    return ""
 
 
 def products(answers: Answers) -> Iterator[Finding]:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from overland.cluster.preflight.measure import BEST, MEDIAN, Stage, settler
 from overland.cluster.wire import ADDRESS, Message, own_address
 from overland.errors import ClusterError
-from overland.world import World
 from overland.world.devices import share_devices
 
 if TYPE_CHECKING:
@@ -205,7 +204,7 @@ def group(
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         if order["ranks_per_device"] > 1:
-            share_devices(World(rank, size, rank, size))
+            share_devices(rank)
     limit = timedelta(seconds=order["seconds"])
     host, _, port = order["at"].rpartition(":")
     store = dist.TCPStore(

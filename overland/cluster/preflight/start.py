@@ -134,12 +134,13 @@ def nodes_of(env: Mapping[str, str], only: str | None = None) -> list[str]:
     return chosen
 
 
-def tasks_per_node(env: Mapping[str, str]) -> int:
-    """Returns what the job requested; else one per GPU that Slurm allocated; else what fits."""
+def tasks_per_node(env: Mapping[str, str], ranks_per_device: int = 1) -> int:
+    """Returns what the job requested; else one per GPU that Slurm allocated, or as many as share
+    one; else what fits."""
     for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         found = re.search(r"[1-9]\d*$", env.get(name, ""))  # GPUs may have a type: h100:4
         if found:
-            return int(found[0])
+            return int(found[0]) * (ranks_per_device if "GPUS" in name else 1)
     return min(expand_counts(env.get("SLURM_TASKS_PER_NODE", "1")))
 
 

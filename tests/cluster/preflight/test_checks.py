@@ -142,6 +142,11 @@ def test_an_allocation_says_how_many_tasks_a_node_gets(env: dict[str, str], task
     assert tasks_per_node(env) == tasks
 
 
+def test_an_allocation_gets_as_many_tasks_as_share_its_devices() -> None:
+    assert tasks_per_node({"SLURM_GPUS_ON_NODE": "2"}, ranks_per_device=4) == 8
+    assert tasks_per_node({"SLURM_NTASKS_PER_NODE": "2"}, ranks_per_device=4) == 2  # as asked for
+
+
 def test_a_device_is_known_by_uuid_and_slot_as_far_as_the_driver_tells() -> None:
     slot = {"pci_domain_id": 0, "pci_bus_id": 27, "pci_device_id": 0}
     zero = "00000000-0000"

@@ -65,6 +65,14 @@ def test_a_device_that_is_missing_taken_or_shared_is_found() -> None:
     ]
 
 
+def test_devices_that_the_config_shares_and_ranks_would_not_are_a_failure() -> None:
+    apart = {place: facts for place, facts in gpus().items() if place[0] == "n1"}
+    shared = {place: {**facts, "identity": "n1-0"} for place, facts in apart.items()}
+    assert judge.sharing(apart, 1) == judge.sharing(shared, 2) == ""
+    assert "no two tasks share a GPU" in judge.sharing(apart, 2)
+    assert "no task sees one; remove the key" in judge.sharing({("n1", 0): {"kind": "cpu"}}, 2)
+
+
 def test_the_odd_product_is_wrong_and_so_is_a_majority_that_float64_disproves() -> None:
     assert list(judge.products(gpus(n3_1={"matmul_digest": "b"}))) == [
         ("n3", "matmul of task 1 differs in bits from that of most (H200)")
