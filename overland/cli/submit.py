@@ -174,6 +174,7 @@ def load_for_chain(
     source, arguments = split_settings(settings)
     waive: set[ProblemKind] = {"machine", "missing"} if waive_missing else {"machine"}
     loaded, problems = load_checked(source, arguments, world_size=world_size, waive=waive)
+    refuse_sharing(loaded.config)
     problems += require_start(loaded)
     print_notes(*loaded.notes_at_start(), *(p for p in problems if p.kind != "machine"))
     loaded = replace(loaded, config=with_fresh_folder(loaded.config))
@@ -189,6 +190,18 @@ def load_for_chain(
             "then the chain without them"
         )
     return loaded
+
+
+def refuse_sharing(config: JobConfig) -> None:
+    """Raises if ranks are to share devices: jobs start one rank per device."""
+    from overland.world.devices import refusal_to_share
+
+    if config.comm.ranks_per_device > 1:
+        why = (
+            "a job starts one rank per GPU, and sharing is for trying a layout on one machine with "
+            "`overland train`"
+        )
+        raise ClusterError(refusal_to_share(config.comm.ranks_per_device, why))
 
 
 JOBS_OWN = {"HOME", "USER", "LOGNAME", "PATH", "PWD", "SHELL", "TMPDIR"}

@@ -377,6 +377,9 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
           "checkpoint.skip_optimizer=true"],
          "--sessions: every job of the chain would apply checkpoint.resume = \"auto\" and "
          "checkpoint.skip_optimizer again; submit one job with them, then the chain without them"),
+        (["--site", "frontier", "--account", "abc123", "comm.ranks_per_device=4"],
+         "comm.ranks_per_device = 4, but a job starts one rank per GPU, and sharing is for trying "
+         "a layout on one machine with `overland train`; remove the key, or set it to 1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_submitted_is_one_sentence(words: list[str], message: str) -> None:

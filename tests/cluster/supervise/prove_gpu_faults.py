@@ -65,6 +65,12 @@ def at(self, operation, path):
 files.Disk.at = at
 """
 )
+# `overland submit` refuses ranks that share a GPU, but these virtual nodes are one machine.
+SUBMITTED = """
+from overland.cli import submit
+
+submit.refuse_sharing = lambda config: None
+"""
 NETWORK = """\
 NCCL_SOCKET_IFNAME = "lo"
 GLOO_SOCKET_IFNAME = "lo"
@@ -130,8 +136,8 @@ def prove_supervised(folder: Path, faults: list[str], more: list[str]) -> str:
     try:
         run = SubmittedRun(
             slurm, folder / "run", 8 * len(faults) + 20, NODES, "--spares", str(SPARES),
-            "--no-preflight", "--time", "01:00:00", ranks_per_node=RANKS_PER_NODE, module=HARM,
-            environment=NETWORK, settings=[*SETTINGS, *more],
+            "--no-preflight", "--time", "01:00:00", ranks_per_node=RANKS_PER_NODE,
+            module=HARM + SUBMITTED, environment=NETWORK, settings=[*SETTINGS, *more],
         )  # fmt: skip
         rows = []
         for fault in faults:
