@@ -82,7 +82,9 @@ def report(
         refused_here += more
         is_here = not more
     else:
+        shared = loaded.config.comm.ranks_per_device
         devices = f"{world_size:,}"
+        devices += f" ranks, up to {shared} on each GPU" if shared > 1 else ""
     has_model = not any(problem.key in ("model.config", "model.from") for problem in missing)
     facts: dict[str, Any] = {}
     lines: dict[str, str] = {}
@@ -161,13 +163,17 @@ def devices_here(loaded: Loaded) -> tuple[int, str, list[str]]:
     and notes. A config that does not fit them is meant for another machine, and described for the
     fewest devices that its degrees fit on."""
     from overland.checks import devices_for
-    from overland.world.devices import device_name, num_local_ranks
+    from overland.world import World
+    from overland.world.devices import devices_in_words, num_local_ranks
 
     number, problem = devices_for(loaded)
+    shared = loaded.config.comm.ranks_per_device
     if problem is None:
         how = "as `overland train` would use here; --world-size checks another number"
-        return number, f"{number:,} × {device_name(loaded.config.training.device)} ({how})", []
-    here = number_of(num_local_ranks(loaded.config.comm.ranks_per_device), "device")
+        world = World(0, number, 0, number)
+        words = devices_in_words(world, loaded.config.training.device, shared)
+        return number, f"{words} ({how})", []
+    here = number_of(num_local_ranks(shared), "device" if shared == 1 else "rank")
     note = (
         f"`overland train` would refuse this config on the {here} of this machine ({problem}); "
         f"checked for {number:,} instead (--world-size)"

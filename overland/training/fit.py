@@ -32,7 +32,13 @@ from overland.parallel.comm import from_first_rank
 from overland.parallel.sharding import named_parameters, shard_of
 from overland.training.memory import RECOMPUTE, StepMemory, can_estimate, step_memory
 from overland.world import World
-from overland.world.devices import MemoryState, device_memory, machine_memory, memory_state
+from overland.world.devices import (
+    RANKS_PER_DEVICE,
+    MemoryState,
+    device_memory,
+    machine_memory,
+    memory_state,
+)
 
 GIB = 2**30
 WORDS = {
@@ -132,13 +138,20 @@ def memory_in_words(config: JobConfig, world: World, device: torch.device) -> It
 def out_of_memory(config: JobConfig, degrees: Degrees, device: torch.device) -> OutOfMemoryError:
     """Returns a short error in place of a page of stack traces. A model whose config has no
     `activations` gets no estimates."""
-    where = "this GPU's" if device.type == "cuda" else "this machine's"
-    what = f"out of {where} memory"
+    where = gpu_in_words(config) if device.type == "cuda" else "this machine"
+    what = f"out of memory on {where}"
     if device.type == "cuda":
         total = device_memory(device, config.comm.ranks_per_device)
         held = torch.cuda.max_memory_allocated(device)
         what += f": {held / GIB:.1f} GiB of {total / GIB:.1f} GiB were allocated by tensors"
     return OutOfMemoryError(with_ways_out(what, config, degrees, device))
+
+
+def gpu_in_words(config: JobConfig) -> str:
+    """Returns what a rank has of a GPU."""
+    shared = config.comm.ranks_per_device
+    part = f"this rank's part of the GPU ({RANKS_PER_DEVICE}={shared})"
+    return "this GPU" if shared == 1 else part
 
 
 def held_bytes(parts: Sequence[nn.Module], config: JobConfig) -> float:
@@ -171,7 +184,7 @@ def require_memory(
     if device.type != "cuda":
         needs = [(*machine, num_ranks * held, num_ranks * peak)]
     else:
-        gpu = "this GPU", float(device_memory(device, config.comm.ranks_per_device))
+        gpu = gpu_in_words(config), float(device_memory(device, config.comm.ranks_per_device))
         needs = [(*gpu, held, peak)]
         if config.training.enable_cpu_offload:  # the state is in the machine's memory
             needs = [(*machine, num_ranks * held, 0.0), (*gpu, 0.0, peak)]
@@ -232,7 +245,8 @@ def with_ways_out(what: str, config: JobConfig, degrees: Degrees, device: torch.
     estimates = [(way, estimate(some, architecture, on, device).peak) for way, some, on in ways]
     helps = [(way, peak) for way, peak in estimates if peak < 0.99 * now.peak]
     listed = "; ".join(f"{way}: about {peak / GIB:.2f} GiB" for way, peak in helps)
-    per = "device" if device.type == "cuda" else "rank"
+    is_whole = device.type == "cuda" and config.comm.ranks_per_device == 1
+    per = "device" if is_whole else "rank"
     listed = listed or "a smaller model or training.seq_len"
     return (
         f"{what}. A step is estimated to take {now.peak / GIB:.2f} GiB per {per}: parameters and "

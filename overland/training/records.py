@@ -35,7 +35,7 @@ from overland.plugins import plugin
 from overland.run_folder import MODEL_CONFIG
 from overland.training.callbacks import Callback, Record
 from overland.training.run import Run
-from overland.world.devices import device_name, memory_in_use, peak_flops
+from overland.world.devices import device_name, memory_in_use, num_devices, peak_flops
 from overland.world.heartbeat import Heartbeat, Phase
 
 LONGEST_LINE = 2**16
@@ -59,7 +59,7 @@ class Meter:
 
     def __init__(self, run: Run) -> None:
         training = run.config.training
-        self.num_devices = run.world.size
+        self.num_devices = devices_of(run)
         known = peak_flops(device_name(training.device), training.mixed_precision_param)
         self.peak = run.config.metrics.peak_flops or known
         self.measure = run.measure
@@ -173,7 +173,8 @@ class SessionFile(Callback):
             job=os.environ.get("SLURM_JOB_ID", ""),
             machine=socket.gethostname(),
             nodes=world.num_nodes,
-            devices=world.size,
+            devices=devices_of(run),
+            ranks=world.size,
             device=device_name(run.config.training.device),
             degrees={name: degrees[name] for name in DEGREES if name in degrees},
             parameters=count_parameters(run.model_config).total,
@@ -300,6 +301,12 @@ def undo_lines(path: Path, undone: Path, step: int) -> None:
 def step_of_line(line: bytes) -> int:
     found = STEP.match(line)  # parsing a million lines as JSON would take too long
     return int(found[1]) if found else 0
+
+
+def devices_of(run: Run) -> int:
+    """Returns the number of devices of a run: fewer than its ranks if they share them."""
+    shared = run.config.comm.ranks_per_device
+    return num_devices(run.world.size, run.config.training.device, shared)
 
 
 def precision_of(training: Training) -> dict[str, str]:

@@ -66,11 +66,19 @@ def device_name(wanted: str = "auto") -> str:
 
 def devices_in_words(world: World, wanted: str, ranks_per_device: int) -> str:
     """Returns, for example, "4 × NVIDIA H200", or "4 ranks on 1 × NVIDIA H200"."""
-    name = device_name(wanted)
+    number = num_devices(world.size, wanted, ranks_per_device)
+    ranks = f"{world.size:,} ranks on " if number < world.size else ""
+    return f"{ranks}{number:,} × {device_name(wanted)}"
+
+
+def num_devices(num_ranks: int, wanted: str, ranks_per_device: int) -> int:
+    """Returns the number of devices that the ranks of a world have: fewer if they share those of
+    this machine. `wanted` is `training.device`."""
     if ranks_per_device == 1 or device_type(wanted) != "cuda":
-        return f"{world.size:,} × {name}"
-    per_node = -(-world.local_size // ranks_per_device)
-    return f"{world.size:,} ranks on {world.num_nodes * per_node:,} × {name}"
+        return num_ranks
+    import torch
+
+    return min(num_ranks, torch.cuda.device_count())
 
 
 def cpu_name() -> str:

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from overland.world import World, devices
 
@@ -20,6 +21,7 @@ def test_the_device_has_a_name_and_its_memory_is_counted() -> None:
 def test_ranks_that_share_a_gpu_are_not_counted_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "device_type", lambda wanted: "cuda")
     monkeypatch.setattr(devices, "device_name", lambda wanted: "H200")
-    world = World(rank=0, size=8, local_rank=0, local_size=4)
-    assert devices.devices_in_words(world, "auto", 1) == "8 × H200"
-    assert devices.devices_in_words(world, "auto", 4) == "8 ranks on 2 × H200"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert devices.devices_in_words(World(0, 8, 0, 4), "auto", 1) == "8 × H200"
+    assert devices.devices_in_words(World(0, 8, 0, 8), "auto", 4) == "8 ranks on 4 × H200"
+    assert devices.devices_in_words(World(0, 4, 0, 4), "auto", 2) == "4 × H200"  # placed apart

@@ -3,18 +3,26 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from overland.apps.check.planned import PlannedRun
+from overland.apps.report.summary import devices_in_words
 from overland.checks import load_checked
 from overland.checks.machine import check_sharing
+from overland.cli.check import devices_here
+from overland.config.derived import resolve_degrees
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
 from overland.errors import TrainingError
-from overland.world import devices
+from overland.models.registry import model_config
+from overland.training import fit, records
+from overland.world import World, devices
 from overland.world.devices import (
     RANKS_PER_DEVICE,
     mps_note,
@@ -89,3 +97,66 @@ def test_ranks_whose_part_holds_nothing_are_refused(monkeypatch: pytest.MonkeyPa
     config = JobConfig.model_validate({"comm": {"ranks_per_device": 16}})
     [problem] = check_sharing(Loaded(config, [], "run.toml"))
     assert "no memory" in problem.message
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is looked at, and never used."""
+    gpu = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(devices, "device_type", lambda wanted="auto": "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 18 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 18 * 2**30)
+
+
+FOUR = JobConfig.model_validate(
+    {
+        "model": {"name": "llama3", "flavor": "debugmodel"},
+        "comm": {"ranks_per_device": 4},
+        "training": {"mixed_precision_param": "bfloat16"},
+        "compile": {"enable": False},
+    }
+)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_speed_is_that_of_the_devices_which_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records.time, "perf_counter", iter([0.0, 2.0, 2.0]).__next__)
+    progress = SimpleNamespace(tokens=0)
+    measure = SimpleNamespace(flops=None, unit="tokens")
+    run: Any = SimpleNamespace(
+        config=FOUR, world=World(0, 4, 0, 4), progress=progress, measure=measure
+    )
+    meter = records.Meter(run)
+    progress.tokens = 1000
+    assert meter.read(run)["tokens_per_second"] == 500
+    assert records.devices_of(run) == 1
+
+
+def test_a_report_counts_the_ranks_that_share_devices() -> None:
+    shared = {"devices": 1, "ranks": 4, "nodes": 1}
+    assert devices_in_words(shared, " × NVIDIA H200") == "4 ranks on 1 × NVIDIA H200"
+    assert devices_in_words({**shared, "ranks": 1}) == devices_in_words({"devices": 1}) == "1"
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_check_counts_devices_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "num_local_ranks", lambda per_device=1: per_device)
+    number, words, _ = devices_here(Loaded(FOUR, [], "run.toml"))
+    assert number == 4
+    assert words.startswith("4 ranks on 1 × NVIDIA H200 (as `overland train` would")
+    facts = PlannedRun(FOUR, 8).to_json()
+    assert (facts["devices"], facts["ranks"]) == (2, 8)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_part_of_a_gpu_is_not_called_a_gpu() -> None:
+    part = r"on this rank's part of the GPU \(comm.ranks_per_device=4\)"
+    gpu, degrees = torch.device("cuda", 0), resolve_degrees(FOUR.parallelism, 4)
+    found = str(fit.out_of_memory(FOUR, degrees, gpu))
+    assert re.match(f"out of memory {part}: 18.0 GiB of 19.0 GiB were", found)
+    assert "GiB per rank" in found
+    with pytest.raises(TrainingError, match=f"{part}, which has 19.0 GiB"):
+        fit.require_memory(FOUR, model_config(FOUR.model), degrees, gpu, 2.0**40, 4)

@@ -90,6 +90,7 @@ class PlannedRun:
         total = count_parameters(self.architecture).total
         shapes = trained_parameters(self.architecture, config.lora, config.model.freeze)
         trained = sum(map(prod, shapes.values()))
+        shared = config.comm.ranks_per_device
         flops = {
             f"flops_per_{unit[:-1]}": measure.flops,
             "flops_per_token_causal": self.causal_flops,
@@ -99,7 +100,8 @@ class PlannedRun:
             "parameters": total,
             **({"trained_parameters": trained} if trained != total else {}),
             **{name: int(flop) for name, flop in flops.items() if flop is not None},
-            "devices": self.world_size,
+            "devices": -(-self.world_size // shared),
+            **({"ranks": self.world_size} if shared > 1 else {}),
             "layout": strategy_in_words(self.degrees),
             **({"sequences_per_step": self.rows} if unit == "tokens" else {}),
             f"{unit}_per_step": per_step,
@@ -139,6 +141,7 @@ class PlannedRun:
         }
         split = [f"{MEMORY[name]} {binary_size(size)}" for name, size in worst.num_bytes.items()]
         per = ("GPU" if where == "cuda" else "rank") if is_here else "device"
+        per = "rank" if self.config.comm.ranks_per_device > 1 else per
         lines = {"memory": f"{binary_size(worst.total_bytes)} per {per}: {any_of(split, 'and')}"}
         if counts:
             sent = [number_of(count, name) for name, count in counts.items()]

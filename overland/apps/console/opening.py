@@ -103,13 +103,15 @@ def data_in_words(config: JobConfig) -> str:
 def memory_in_words(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> str:
-    """Returns the estimated peak memory of a step on one device, and how much the device has."""
+    """Returns the estimated peak memory of a step on one device, and how much the device has, or
+    the part of it that a rank may use."""
     if not can_estimate(architecture):
         return "no estimate: the model's config does not define activations"
     peak = estimate(config, architecture, degrees, device).peak
     if device.type == "cuda":
         there = device_memory(device, config.comm.ranks_per_device)
-        return f"about {peak / GIB:.1f} of {there / GIB:.1f} GiB per device (estimate)"
+        per = "device" if config.comm.ranks_per_device == 1 else "rank"
+        return f"about {peak / GIB:.1f} of {there / GIB:.1f} GiB per {per} (estimate)"
     return f"about {binary_size(peak)} per rank for the tensors of a step (estimate)"
 
 

@@ -209,12 +209,15 @@ def facts_of(report: RunReport, config: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def devices_in_words(facts: Mapping[str, Any], kind: str = "") -> str:
-    """Returns the number of devices of a session, and of nodes if there are several."""
+    """Returns the number of devices of a session, of ranks if they share them, and of nodes if
+    there are several."""
     number, nodes = facts.get("devices"), facts.get("nodes")
     if not isinstance(number, int):
         return ""
     where = f" on {nodes:,} nodes" if isinstance(nodes, int) and nodes > 1 else ""
-    return f"{number:,}{kind}{where}"
+    ranks = facts.get("ranks")  # not in sessions of earlier versions
+    shared = f"{ranks:,} ranks on " if isinstance(ranks, int) and ranks > number else ""
+    return f"{shared}{number:,}{kind}{where}"
 
 
 def _model(run: Path, config: Mapping[str, Any]) -> str:
