@@ -52,7 +52,7 @@ def train(run: Run) -> bool:
             run.folder.done.unlink(missing_ok=True)
     data = open_data(run)
 
-    with StopRequest(clock) as stop:
+    with StopRequest(clock, config.comm.train_timeout_seconds) as stop:
         try:
             run.call("on_start")
             while progress.step < steps:

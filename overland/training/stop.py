@@ -15,12 +15,14 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 
 from overland.config.schema import Checkpoint as Settings
 from overland.run_folder import STOP
@@ -113,13 +115,14 @@ class StopRequest:
     answer with `agreed` after it, so that it travels while the devices are busy. A second Ctrl-C
     ends the process."""
 
-    def __init__(self, clock: Clock | None) -> None:
+    def __init__(self, clock: Clock | None, timeout_seconds: int) -> None:
         self.clock = clock
         self.signal: signal.Signals | None = None
         self._since = 0.0
         self.num_ends = 0
         """How often this rank was told to end; warnings of a job's end do not count."""
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._limit: timedelta | None = timedelta(seconds=timeout_seconds)
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._answer: dist.Work | None = None
 
@@ -144,12 +147,17 @@ class StopRequest:
         if self._answer is not None:
             self._answer.wait()
             self._answer = None
+            if self._limit is not None:  # the first step may take longer
+                # A rank that fails cannot exit before its last answer has come or timed out.
+                _set_pg_timeout(self._limit, self._group)
+                self._limit = None
         return Wish(int(self._flag.item()))
 
     def any_rank(self, value: bool) -> bool:
         """Returns whether any rank says yes."""
         flag = torch.tensor([int(value)], dtype=torch.int32)
         if self._group is not None:
+            _set_pg_timeout(default_pg_timeout, self._group)  # saves may end far apart
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
