@@ -28,7 +28,7 @@ from overland.run_folder import RunFolder, fresh_folder
 from overland.words import visible
 from overland.world import World
 from overland.world.devices import device_type, memory_state
-from overland.world.flight_recorder import forget_records, last_wait, record_into
+from overland.world.flight_recorder import record_into, take_last_wait
 from overland.world.heartbeat import Heartbeat, Phase, reporting
 from overland.world.launch import launch_local
 from overland.world.launchers import export_world, find_world
@@ -183,9 +183,8 @@ def _train_among_ranks(
     if kind == "cuda" and world.size > 1:
         record_into(logs)
     with process_group(config.comm, world, kind) as device:
-        if world.is_first and (words := last_wait(logs, world.size)):
-            screen.print(f"note: when this run last ended, {words}")
-            forget_records(logs)
+        if world.is_first and (words := take_last_wait(logs)):
+            screen.print(f"note: {words}")
         config = with_fresh_folder(config, from_first_rank)
         folder = RunFolder(config).root
         with (

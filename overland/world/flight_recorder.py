@@ -51,16 +51,19 @@ Record = Mapping[str, Any]
 Entry = Mapping[str, Any]
 
 
-def last_wait(folder: Path, num_ranks: int) -> str:
+def last_wait(folder: Path, num_ranks: int | None = None) -> str:
     """Returns which rank the others waited for when a run ended; empty if nothing says so."""
     wait = find_wait(read_records(folder / NAME), num_ranks)
     return wait.words if wait is not None else ""
 
 
-def forget_records(folder: Path) -> None:
-    """Removes the records of an earlier session."""
+def take_last_wait(folder: Path) -> str:
+    """Returns the same of an earlier session, and removes its records: those of the next one must
+    not be mixed with them."""
+    words = last_wait(folder)
     for path in folder.glob(f"{NAME}*"):
         path.unlink(missing_ok=True)
+    return f"when this run last ended, {words}" if words else ""
 
 
 @dataclass(frozen=True)
@@ -83,21 +86,41 @@ def read_records(files: Path) -> dict[int, Record]:
     found = {}
     for path in files.parent.glob(f"{files.name}*"):
         number = path.name.removeprefix(files.name)
-        with suppress(OSError, ValueError, EOFError, TypeError, KeyError, pickle.UnpicklingError):
-            if number.isdecimal():
+        if number.isdecimal():
+            with suppress(Exception):  # a torn or damaged file may fail in any way
                 with path.open("rb") as file:
                     record = _PlainData(file).load()
-                if isinstance(record["entries"], list):
-                    found[int(number)] = record
+                _require_fields(record)
+                found[int(number)] = record
     return found
 
 
-def find_wait(records: Mapping[int, Record], num_ranks: int) -> Wait | None:
-    """Returns which ranks the others wait for; None if the records do not tell."""
+def _require_fields(record: Record) -> None:
+    """Raises an error if a record lacks something that is read from it here."""
+    if not isinstance(record["entries"], list):
+        raise TypeError("entries")
+    for entry in record["entries"]:
+        name, description = entry["process_group"]
+        words = name, description, entry["profiling_name"], entry["state"]
+        numbers = entry["collective_seq_id"], entry["p2p_seq_id"], entry["is_p2p"], entry["retired"]
+        if not all(isinstance(one, str) for one in words):
+            raise TypeError(f"not text: {words}")
+        if not all(isinstance(one, int) for one in numbers):
+            raise TypeError(f"not numbers: {numbers}")
+    for group in record.get("pg_config", {}):
+        if not all(isinstance(rank, int) for rank in _members(record, group)):
+            raise TypeError(f"not ranks: {group}")
+
+
+def find_wait(records: Mapping[int, Record], num_ranks: int | None = None) -> Wait | None:
+    """Returns which ranks the others wait for; None if the records do not tell. `num_ranks`: of the
+    session that wrote them, if known; otherwise they may say it."""
     pending = {rank: _pending(record) for rank, record in records.items()}
     stuck = tuple(rank for rank in sorted(pending) if pending[rank])
-    silent = tuple(rank for rank in range(num_ranks) if rank not in records)
-    if silent and stuck and 2 * len(silent) < num_ranks:
+    everyone = set(range(num_ranks)) if num_ranks is not None else _world(records)
+    silent = tuple(sorted(everyone - records.keys()))
+    # Of two ranks, one that waits can only wait for the other.
+    if silent and stuck and (len(silent) == 1 or 2 * len(silent) < len(everyone)):
         return Wait(_name(pending[stuck[0]][0]), stuck, silent)
     waits = [*_waits_in_groups(records), *_waits_for_messages(records, pending)]
     # A rank that is waited for may itself wait: the last of such a chain waits for nobody.
@@ -105,8 +128,20 @@ def find_wait(records: Mapping[int, Record], num_ranks: int) -> Wait | None:
     return min(last or waits, key=lambda wait: len(wait.missing), default=None)
 
 
+def _world(records: Mapping[int, Record]) -> set[int]:
+    """Returns all ranks of the session that wrote the records; empty if they do not say."""
+    return {
+        rank
+        for record in records.values()
+        for group, config in record.get("pg_config", {}).items()
+        if config.get("desc") == "default_pg"
+        for rank in _members(record, group)
+    }
+
+
 def _waits_in_groups(records: Mapping[int, Record]) -> Iterator[Wait]:
-    """Yields groups of which some ranks have called fewer collectives than others."""
+    """Yields groups in which some ranks wait in a collective that others have not called; of these,
+    the ranks that have called the fewest."""
     last: dict[str, dict[int, Entry]] = defaultdict(dict)
     for rank, record in sorted(records.items()):
         for entry in record["entries"]:
@@ -116,10 +151,12 @@ def _waits_in_groups(records: Mapping[int, Record]) -> Iterator[Wait]:
         counts = {rank: entry["collective_seq_id"] for rank, entry in entries.items()}
         members = {rank for one in records.values() for rank in _members(one, group)}
         counts |= {rank: 0 for rank in sorted(members & records.keys()) if rank not in counts}
-        newest = max(counts.values())
-        waiting = tuple(rank for rank, count in counts.items() if count == newest)
-        if len(waiting) < len(counts):
-            missing = tuple(rank for rank in counts if rank not in waiting)
+        newest, oldest = max(counts.values()), min(counts.values())
+        waiting = tuple(
+            rank for rank, entry in entries.items() if counts[rank] == newest and _is_pending(entry)
+        )
+        if waiting and oldest < newest:
+            missing = tuple(rank for rank, count in counts.items() if count == oldest)
             yield Wait(_name(entries[waiting[0]]), waiting, missing)
 
 
@@ -142,8 +179,12 @@ def _members(record: Record, group: str) -> list[int]:
 
 
 def _pending(record: Record) -> list[Entry]:
-    """Returns the collectives that have not ended. Those of gloo are never called completed."""
-    return [one for one in record["entries"] if one["state"] != "completed" and not one["retired"]]
+    return [one for one in record["entries"] if _is_pending(one)]
+
+
+def _is_pending(entry: Entry) -> bool:
+    """Whether a collective has not ended. Those of gloo are never called completed."""
+    return entry["state"] != "completed" and not entry["retired"]
 
 
 def _name(entry: Entry) -> str:

@@ -224,11 +224,22 @@ def read_error(folder: Path, rank: int) -> str:
 
 
 def behind(places: Mapping[int, tuple[int, Phase]]) -> list[int]:
-    """Returns the ranks that are furthest behind in step and phase, if they are fewer than half of
-    all: those that the others wait for."""
+    """Returns the ranks that are furthest behind in step and phase: those that the others wait for,
+    if they are fewer than half of all, or one of two."""
     least = min(places.values(), default=None)
     found = sorted(rank for rank, place in places.items() if place == least)
+    if len(places) == 2 and len(found) == 1:
+        return [] if _may_be_ahead(*sorted(places.values())) else found
     return found if 2 * len(found) < len(places) else []
+
+
+def _may_be_ahead(least: tuple[int, Phase], other: tuple[int, Phase]) -> bool:
+    """Whether a rank may have come to the lesser place after the other one: it returns to building
+    after it has loaded a checkpoint or computed a reference, and to an earlier step after a loss
+    spike, which it answers in the phase of saving."""
+    if least[0] < other[0]:
+        return other[1] is Phase.SAVING
+    return least[1] is Phase.BUILDING and other[1] in (Phase.LOADING, Phase.VALIDATING)
 
 
 def waited_for(signs: Sequence[Sign], num_ranks: int) -> str:
@@ -236,7 +247,9 @@ def waited_for(signs: Sequence[Sign], num_ranks: int) -> str:
     is behind; empty if none stands out."""
     states = {sign.rank: state_of(sign.pid) for sign in signs}
     stopped = [rank for rank, state in states.items() if state in STOPPED_STATES]
-    late = stopped or behind({sign.rank: (sign.step, sign.phase) for sign in signs})
+    late = stopped
+    if not stopped and len(signs) == num_ranks:  # a rank without a heartbeat may be further behind
+        late = behind({sign.rank: (sign.step, sign.phase) for sign in signs})
     if not late or len(late) == num_ranks:
         return ""
     sign = next(sign for sign in signs if sign.rank == late[0])

@@ -28,7 +28,7 @@ from types import FrameType
 
 from overland.errors import NotSavedError
 from overland.processes import PYTHON, STOPPED_STATES, state_of, wait_for_all
-from overland.world.flight_recorder import forget_records, last_wait
+from overland.world.flight_recorder import last_wait, take_last_wait
 from overland.world.heartbeat import LAUNCHER_HEARTBEATS, MEMORY, read_error, read_signs, waited_for
 from overland.world.rendezvous import FIRST_PORT, SECRET, new_secret
 from overland.world.signals import (
@@ -48,7 +48,9 @@ GRACE_SECONDS = 10.0
 STOP_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_TAIL_LINES = 20
-TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo and NCCL say so
+SETTLE_SECONDS = 1.0  # other ranks that wait fail within this time of the first
+# As gloo, NCCL and torch's store say it. A download of a rank may time out, too.
+TIMED_OUT = re.compile(r"(gloo|nccl|c10d).*(timed out|timeout)", re.IGNORECASE | re.DOTALL)
 
 
 def launch_local(
@@ -56,7 +58,8 @@ def launch_local(
 ) -> int:
     """Runs `overland ARGUMENTS` on `num_ranks` processes; returns their exit code."""
     log_folder.mkdir(parents=True, exist_ok=True)
-    forget_records(log_folder)
+    if (words := take_last_wait(log_folder)) and log_ranks:  # before ranks write new records
+        print(f"note: {words}", file=sys.stderr)
     memory = MEMORY if os.access(MEMORY, os.W_OK) else None
     beats = Path(tempfile.mkdtemp(prefix="overland-", dir=memory))
     shared_env = {
@@ -165,9 +168,10 @@ def _awaited(
 ) -> str:
     """Returns which rank the others waited for, if any gave up waiting: NCCL then aborts its
     process; gloo raises an error, and another rank that loses its connection may end first."""
-    errors = "\n".join(read_error(beats, rank) for rank in range(len(ranks)))
-    if ranks[failed].returncode != -signal.SIGABRT and not TIMED_OUT.search(errors):
+    errors = [read_error(beats, rank) for rank in range(len(ranks))]
+    if ranks[failed].returncode != -signal.SIGABRT and not any(map(TIMED_OUT.search, errors)):
         return ""
+    wait_for_all(ranks, SETTLE_SECONDS)  # those that waited, too, are then seen to end
     return waited_for(read_signs(beats), len(ranks)) or last_wait(log_folder, len(ranks))
 
 

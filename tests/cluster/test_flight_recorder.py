@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from overland.world.flight_recorder import (
     NAME,
     Wait,
     find_wait,
-    forget_records,
     last_wait,
     read_records,
     record_into,
+    take_last_wait,
 )
 
 
@@ -60,8 +61,6 @@ def test_the_rank_that_others_wait_for_is_named(
     assert wait.missing == (absent,)
     assert wait.waiting == tuple(rank for rank in range(3) if rank != absent)
     assert "all_reduce number" in last_wait(tmp_path, 3)
-    forget_records(tmp_path)
-    assert last_wait(tmp_path, 3) == ""
 
 
 def entry(group: str, number: int, done: bool, what: str = "nccl:all_reduce") -> dict[str, Any]:
@@ -77,7 +76,18 @@ def entry(group: str, number: int, done: bool, what: str = "nccl:all_reduce") ->
 
 
 def record(*entries: dict[str, Any], **groups: str) -> dict[str, Any]:
-    return {"entries": list(entries), "pg_config": {n: {"ranks": r} for n, r in groups.items()}}
+    """A group named `world` is that of all ranks."""
+    config = {
+        name: {"ranks": ranks, "desc": "default_pg" if name == "world" else "mesh"}
+        for name, ranks in groups.items()
+    }
+    return {"entries": list(entries), "pg_config": config}
+
+
+def write_records(folder: Path, records: Mapping[int, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    for rank, one in records.items():
+        (folder / f"{NAME}{rank}").write_bytes(pickle.dumps(one))
 
 
 def test_of_a_chain_of_waits_the_end_is_named() -> None:
@@ -114,6 +124,37 @@ def test_records_of_ranks_that_are_equally_far_name_nobody() -> None:
     assert find_wait({}, 3) is None
 
 
+def test_of_two_ranks_the_one_without_a_record_is_named() -> None:
+    found = find_wait({0: record(entry("a", 5, False))}, 2)
+    assert found is not None
+    assert (found.waiting, found.missing) == ((0,), (1,))
+    assert find_wait({0: record(entry("a", 5, True))}, 2) is None, "it did not wait"
+
+
+def test_of_several_ranks_that_wait_the_one_that_called_least_is_named() -> None:
+    counts = {0: (7, False), 1: (6, False), 2: (5, True)}
+    found = find_wait({rank: record(entry("a", *count)) for rank, count in counts.items()}, 3)
+    assert found is not None
+    assert (found.waiting, found.missing) == ((0,), (2,))
+
+
+def test_a_rank_is_not_named_for_a_collective_that_has_ended() -> None:
+    """Its own entry may have left the buffer."""
+    records = {0: record(entry("a", 5, True), a="[0, 1]"), 1: record(a="[0, 1]")}
+    assert find_wait(records, 2) is None
+
+
+def test_a_session_of_another_size_is_judged_by_its_own_ranks(tmp_path: Path) -> None:
+    waiting = record(entry("world", 5, False), world="[0, 1, 2]")
+    write_records(tmp_path, dict.fromkeys(range(3), waiting))
+    assert take_last_wait(tmp_path) == "", "no rank 3 took part"
+    assert list(tmp_path.iterdir()) == [], "records that name nobody are removed, too"
+    write_records(tmp_path, {0: waiting, 1: waiting})
+    words = take_last_wait(tmp_path)
+    assert words.startswith("when this run last ended, rank 2 did not join ranks 0, 1 in")
+    assert list(tmp_path.iterdir()) == []
+
+
 class Harm:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.kill, (os.getpid(), signal.SIGKILL)
@@ -121,13 +162,28 @@ class Harm:
 
 @pytest.mark.parametrize(
     "content",
-    [pickle.dumps(Harm()), b"", b"\x80", pickle.dumps({"entries": 3}), pickle.dumps([1])],
-    ids=["code", "empty", "torn", "no list", "no record"],
-)
+    [
+        pickle.dumps(Harm()),
+        b"",
+        b"\x80",
+        pickle.dumps({"entries": 3}),
+        pickle.dumps([1]),
+        pickle.dumps({"entries": [{}]}),
+        pickle.dumps(record(entry("a", 1, False) | {"process_group": ("a",)})),
+        pickle.dumps(record(entry("a", 1, False) | {"collective_seq_id": None})),
+        pickle.dumps(record(a="")),
+        pickle.dumps({"entries": [], "pg_config": ["a"]}),
+    ],
+    ids=[
+        "code", "empty", "torn", "no list", "no record", "empty entry", "half a group",
+        "no number", "no ranks", "no config",
+    ],
+)  # fmt: skip
 def test_a_record_that_is_none_is_left_out(tmp_path: Path, content: bytes) -> None:
     (tmp_path / f"{NAME}0").write_bytes(content)
     (tmp_path / f"{NAME}x").write_text("")
     assert read_records(tmp_path / NAME) == {}
+    assert last_wait(tmp_path, 2) == ""
 
 
 def test_a_users_own_place_of_records_stays(tmp_path: Path) -> None:

@@ -30,8 +30,10 @@ from overland.world.heartbeat import (
     Heartbeat,
     Phase,
     Transfer,
+    behind,
     read_signs,
     reporting,
+    waited_for,
 )
 from overland.world.signals import SAYS
 from tests.waiting import wait_until
@@ -63,6 +65,36 @@ def test_a_sign_is_read_as_it_was_written(tmp_path: Path) -> None:
     [sign] = read_signs(tmp_path)
     assert (sign.rank, sign.step, sign.phase, sign.probe_seconds) == (7, 12, Phase.SAVING, 0.5)
     assert state_of(sign.pid) == "R"
+
+
+@pytest.mark.parametrize(
+    ("places", "named"),
+    [
+        ([(5, Phase.COMPUTING), (5, Phase.ENDING)], [0]),
+        ([(6, Phase.DATA), (5, Phase.REPORTING)], [1]),
+        ([(5, Phase.COMPUTING), (5, Phase.COMPUTING)], []),
+        ([(0, Phase.BUILDING), (0, Phase.LOADING)], []),  # it may have loaded before the other
+        ([(0, Phase.VALIDATING), (0, Phase.BUILDING)], []),
+        ([(3, Phase.DATA), (5, Phase.SAVING)], []),  # it may have returned to an earlier step
+        ([(5, Phase.DATA)], []),
+        ([(5, Phase.DATA), (5, Phase.ENDING), (5, Phase.ENDING)], [0]),
+        ([(5, Phase.DATA), (5, Phase.DATA), (5, Phase.ENDING)], []),  # one may wait for the other
+    ],
+)
+def test_the_rank_that_is_surely_behind_is_named(
+    places: list[tuple[int, Phase]], named: list[int]
+) -> None:
+    assert behind(dict(enumerate(places))) == named
+
+
+def test_nobody_is_named_while_a_rank_without_a_heartbeat_may_be_further_behind(
+    tmp_path: Path,
+) -> None:
+    Heartbeat(0, tmp_path).enter(Phase.BUILDING)
+    Heartbeat(1, tmp_path).enter(Phase.JOINING)
+    signs = read_signs(tmp_path)
+    assert waited_for(signs, 2).startswith("the others waited for rank 1, which was behind them")
+    assert waited_for(signs, 3) == ""
 
 
 def test_no_reader_sees_half_a_sign(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from overland.world.launch import _show_end_of, free_port, launch_local
+from overland.world.flight_recorder import NAME
+from overland.world.launch import TIMED_OUT, _show_end_of, free_port, launch_local
 from tests.cli.processes import TINY, environment, start_overland, wait_for_step
 from tests.cluster.supervised import parent_of
+from tests.cluster.test_flight_recorder import entry, record, write_records
 from tests.waiting import wait_until
 
 LAUNCHER = """
@@ -21,6 +23,17 @@ from overland.world.launch import _end_with_launcher
 rank = subprocess.Popen(["sleep", "60"], preexec_fn=_end_with_launcher())
 print(rank.pid, flush=True)
 time.sleep(60)
+"""
+
+HANGING = """
+import signal
+from overland.training.callbacks import Callback, register_callback
+
+@register_callback
+class Hanging(Callback):
+    def on_step(self, run):
+        if run.world.rank == 1 and run.progress.step == 3:
+            signal.pause()
 """
 
 
@@ -124,6 +137,34 @@ def test_the_rank_that_the_others_waited_for_is_named(tmp_path: Path) -> None:
     assert started.wait() != 0
     assert "the others waited for rank 1, which was stopped (SIGSTOP): at step" in started.stdout
     assert not is_alive(stopped)
+
+
+def test_a_rank_that_hangs_in_code_of_its_own_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    words = [*TINY, "training.dataset=random", "training.steps=1000", "checkpoint.enable=false",
+             "comm.train_timeout_seconds=4", "validation.enable=false",
+             "job.custom_import=hanging", "metrics.log_freq=1000"]  # fmt: skip
+    started = start_overland("train", "quickstart", *words, cwd=tmp_path, NGPU="2")
+    assert started.wait() != 0
+    assert "the others waited for rank 1, which was behind them: at step" in started.stdout
+
+
+def test_the_launcher_says_who_was_waited_for_before_it_removes_the_records(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    waiting = record(entry("world", 5, False), world="[0, 1, 2]")
+    write_records(tmp_path, {0: waiting, 1: waiting})
+    assert launch_local(["--help"], 1, [0], tmp_path) == 0
+    assert (
+        "note: when this run last ended, rank 2 did not join ranks 0, 1" in capfd.readouterr().err
+    )
+    assert not list(tmp_path.glob(f"{NAME}*"))
+
+
+def test_only_collectives_count_as_waiting_for_a_rank() -> None:
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting"
+    assert TIMED_OUT.search(gloo)
+    assert not TIMED_OUT.search("data.example.org: Read timed out. (read timeout=10)")
 
 
 def ranks_of(launcher: int) -> list[int]:
