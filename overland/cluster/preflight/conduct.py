@@ -204,7 +204,8 @@ class _Conductor:
                 answers[place] = judge.faster(answers[place], facts)
             self.facts["device"] = answers
         self._blame(judge.devices(answers, self.job.ranks_per_device))
-        self.report.failure = judge.sharing(answers, self.job.ranks_per_device)
+        if why := judge.sharing(answers, self.job.ranks_per_device):
+            self.report.failure = why
         self._blame(judge.products(answers))
         self._blame(judge.rates(answers, bounds))
         return bounds
