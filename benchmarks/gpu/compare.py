@@ -9,7 +9,9 @@ back to back. Rows are kept in the store, so that a table can be filled over sev
     pip install --no-deps --target FOLDER torchtitan==0.2.2 torchdata==0.11.0 tyro typeguard \
         docstring-parser shtab torchao==0.17.0 liger-kernel==0.8.5
 
-Adapters (8B-lora and others) are compared with PEFT in place of torchtitan.
+Adapters (8B-lora and others) are compared with PEFT in place of torchtitan. With --world 8 each
+trainer runs one rank of eight, alone on the GPU, with local collectives; --network nvlink makes
+these take as long as they would (local_world.py).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from shapes import PEAK_FLOPS, SHAPES, Shape
 HERE = Path(__file__).parent
 NARROW = "overland, bf16 moments"
 TITAN, LIGER, PEFT = "torchtitan", "PEFT, Liger's kernels", "PEFT"
+OF_ANY_WORLD = (TITAN, NARROW)
 Rows = dict[str, dict[str, Any]]
 
 
@@ -39,28 +42,38 @@ def main() -> None:
     )
     parser.add_argument("--store", type=Path, default=Path("outputs/compare.json"))
     parser.add_argument("--peers", type=Path, default=Path("vendor/peers"))
-    parser.add_argument("--profile", action="store_true", help="also our time by kind of kernel")
+    parser.add_argument("--profile", action="store_true", help="also the time by kind of kernel")
+    parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--network", default="none")
     parser.add_argument("--seconds", type=int, default=240, help="longest wait for one row")
     parser.add_argument("--print", action="store_true", help="only print what is stored")
     args = parser.parse_intermixed_args()
     rows: Rows = json.loads(args.store.read_text()) if args.store.exists() else {}
+    more = ["--profile"] if args.profile else []
+    where = ""
+    if args.world > 1:
+        more += ["--world", str(args.world), "--network", args.network]
+        where = f" {args.world} {args.network}"
     for name in [] if args.print else args.shapes:
-        profile = ["--profile"] if args.profile else []
-        rows[f"{name} overland"] = run([HERE / "ours.py", name, *profile], args.seconds)
+        rows[f"{name}{where} overland"] = run([HERE / "ours.py", name, *more], args.seconds)
         for peer, command in others(SHAPES[name]).items():
             path = None if peer == NARROW else args.peers
-            rows[f"{name} {peer}"] = run(
-                [HERE / command[0], name, *command[1:]], args.seconds, path
+            rows[f"{name}{where} {peer}"] = run(
+                [HERE / command[0], name, *command[1:], *(more if peer in OF_ANY_WORLD else [])],
+                args.seconds,
+                path,
             )
         args.store.parent.mkdir(parents=True, exist_ok=True)
         args.store.write_text(json.dumps(rows, indent=1))
-        print(table(rows, [name]), flush=True)
-    print(table(rows, args.shapes))
+        print(table(rows, [name], where), flush=True)
+    print(table(rows, args.shapes, where))
     for name in args.shapes:
-        if kinds := rows.get(f"{name} overland", {}).get("kinds"):
-            print(
-                f"\n{name}, milliseconds per step: {kinds['per_step_ms']}, idle {kinds['idle_ms']}"
-            )
+        for trainer in ("overland", TITAN):
+            if kinds := rows.get(f"{name}{where} {trainer}", {}).get("kinds"):
+                print(
+                    f"\n{name} {trainer}, milliseconds per step: {kinds['per_step_ms']}, idle "
+                    f"{kinds['idle_ms']}, exposed communication {kinds['exposed_ms']}"
+                )
 
 
 def others(shape: Shape) -> dict[str, list[str]]:
@@ -95,17 +108,17 @@ def run(command: list[Any], seconds: int, path: Path | None = None) -> dict[str,
     return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:200]}
 
 
-def table(rows: Rows, names: list[str]) -> str:
+def table(rows: Rows, names: list[str], where: str) -> str:
     lines = [
         "| work | trainer | tokens/s | MFU | GiB | ours ÷ peer | of the limit | goal |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
         shape = SHAPES[name]
-        ours = rows.get(f"{name} overland", {})
+        ours = rows.get(f"{name}{where} overland", {})
         # transformers has a script of its own
         for trainer in ("overland", NARROW, TITAN, "transformers", LIGER, PEFT):
-            row = rows.get(f"{name} {trainer}")
+            row = rows.get(f"{name}{where} {trainer}")
             if row is not None:
                 lines.append(line(shape, trainer, row, ours))
     return "\n".join(lines)

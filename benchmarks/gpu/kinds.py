@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections import Counter
@@ -14,7 +15,7 @@ import torch
 
 # The first pattern that is found in a kernel's name decides.
 KINDS = {
-    "communication": r"nccl",
+    "communication": r"nccl|^local_|^network_",
     "elementwise": r"^triton_",
     "cast": r"^_cast",
     "loss": r"_cross_entropy|softmax|nll_loss|^_scaled$",
@@ -31,7 +32,8 @@ def kind_of(kernel: str) -> str:
 
 
 def device_time(work: Callable[[], object], steps: int) -> dict[str, Any]:
-    """Milliseconds per step by kind, the time no kernel ran ("idle"), and the longest kernels."""
+    """Milliseconds per step by kind, the time no kernel ran ("idle"), the time in which nothing but
+    communication ran ("exposed"), and the longest kernels."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         work()
@@ -64,9 +66,11 @@ def summary(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         by_name[name[:110]] += end - start
         calls[name[:110]] += 1
     scale = 1e-3 / steps
+    work = [span for span in spans if kind_of(span[2]) != "communication"]
     return {
         "per_step_ms": {kind: round(time * scale, 2) for kind, time in by_kind.most_common()},
         "idle_ms": round(idle * scale, 2),
+        "exposed_ms": round((covered(spans) - covered(work)) * scale, 2),
         "span_ms": round((busy_until - spans[0][0]) * scale, 2),
         "num_kernels": len(spans) // steps,
         "gaps": [[round(gap * 1e-3, 3), a, b] for gap, a, b in sorted(gaps, reverse=True)[:12]],
@@ -75,3 +79,12 @@ def summary(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
             for name, time in by_name.most_common(40)
         ],
     }
+
+
+def covered(spans: list[tuple[float, float, str]]) -> float:
+    """The time in which any of these sorted spans runs."""
+    total, until = 0.0, -math.inf
+    for start, end, _ in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -1,8 +1,9 @@
 """One row of the comparison, ours: `python benchmarks/gpu/ours.py 1B [--profile] [key=value …]`.
 
 Trains a few steps through the real loop and prints one line of JSON. With --profile a few more
-steps are traced and their time on the device is summed by kind of kernel. `@name=value` sets a
-constant of a module in place of a config key, for experiments that have no key.
+steps are traced and their time on the device is summed by kind of kernel. With --world 8 this is
+one rank of eight (local_world.py). `@name=value` sets a constant of a module in place of a config
+key, for experiments that have no key.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import local_world
 import numpy as np
 import torch
 
@@ -37,6 +39,7 @@ from overland.world import World
 from overland.world.devices import device_type
 
 TRACED_STEPS = 3
+RANKS_PER_NODE = 8
 
 
 class Recorder(Callback):
@@ -120,16 +123,20 @@ def set_constant(change: str) -> None:
     setattr(pkgutil.resolve_name(owner), constant, parse(value))
 
 
-def measure(shape: Shape, changes: list[str], profile: bool) -> dict[str, Any]:
+def measure(
+    shape: Shape, changes: list[str], profile: bool, world: World, network: str
+) -> dict[str, Any]:
+    if world.size > 1:
+        local_world.use(network)
+        group = local_world.process_group(world.size, device_type())
+    else:
+        group = process_group(JobConfig().comm, world, device_type())
     for change in changes:
         if change.startswith("@"):
             set_constant(change)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        process_group(JobConfig().comm, World(), device_type()) as device,
-    ):
+    with tempfile.TemporaryDirectory() as folder, group as device:
         config = job(shape, folder, [change for change in changes if not change.startswith("@")])
-        run = build_run(config, World(), device, log_ranks=())
+        run = build_run(config, world, device, log_ranks=())
         draw_narrow(run)
         recorder = Recorder(run)
         run.callbacks = [recorder]
@@ -163,9 +170,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--world", type=int, default=1, help="ranks, of which only one exists")
+    parser.add_argument("--network", choices=local_world.NETWORKS, default="none")
     parser.add_argument("changes", nargs="*")
     args = parser.parse_intermixed_args()
-    print("RESULT " + json.dumps(measure(SHAPES[args.shape], args.changes, args.profile)))
+    world = World(size=args.world, local_size=min(args.world, RANKS_PER_NODE))
+    row = measure(SHAPES[args.shape], args.changes, args.profile, world, args.network)
+    print("RESULT " + json.dumps(row))
 
 
 if __name__ == "__main__":

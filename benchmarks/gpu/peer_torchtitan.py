@@ -3,7 +3,8 @@
 the Python path.
 
 Only the data is ours (random tokens, as on our side); model, compilation, precision, optimizer and
-step are torchtitan's, with its defaults. Prints one line of JSON.
+step are torchtitan's, with its defaults. Prints one line of JSON. With --world 8 this is one rank
+of eight (local_world.py), and what wraps the model is printed.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import sys
 import tempfile
 import time
 import types
+from collections import Counter
 from typing import Any
 
+import local_world
 import torch
+from kinds import device_time
 from shapes import SHAPES, STEPS, Shape
+from torch.distributed.fsdp import FSDPModule
 
 
 def stand_in(name: str, **members: Any) -> None:
@@ -46,6 +51,7 @@ llama3.llama3_args["3B"] = Args(dim=3072, n_layers=28, n_heads=24, n_kv_heads=8,
 llama3.llama3_args["debug"] = llama3.llama3_args["debugmodel"]
 
 # Tensorwise is its default recipe; its guide leaves the head in bfloat16, as we do.
+TRACED_STEPS = 3
 FLOAT8 = [
     "--model.converters=quantize.linear.float8",
     "--quantize.linear.float8.filter_fqns=output",
@@ -70,7 +76,7 @@ class RandomTokens(BaseDataLoader):
         pass
 
 
-def measure(shape: Shape, options: list[str]) -> dict[str, Any]:
+def measure(shape: Shape, options: list[str], world: int, profile: bool) -> dict[str, Any]:
     started = time.perf_counter()
     vocab_size = llama3.llama3_args[shape.flavor].vocab_size
     spec = llama3.get_train_spec()
@@ -87,7 +93,8 @@ def measure(shape: Shape, options: list[str]) -> dict[str, Any]:
             "--training.steps=1000",
             "--optimizer.lr=1e-4",
             "--compile.enable",
-            f"--activation_checkpoint.mode={shape.peer_recompute}",
+            # Sharded, everything fits.
+            f"--activation_checkpoint.mode={shape.peer_recompute if world == 1 else 'none'}",
             "--activation_checkpoint.selective_ac_option=op",
             "--metrics.log_freq=1000",
             f"--job.dump_folder={tempfile.mkdtemp()}",
@@ -96,6 +103,8 @@ def measure(shape: Shape, options: list[str]) -> dict[str, Any]:
         ]
     )
     trainer = Trainer(config)
+    wrapped = wrapper(trainer.model_parts[0])
+    print(wrapped, flush=True)
     data = trainer.batch_generator(trainer.dataloader)
 
     def steps(number: int) -> float:
@@ -110,11 +119,28 @@ def measure(shape: Shape, options: list[str]) -> dict[str, Any]:
     steps(STEPS)
     seconds = steps(STEPS)
     on_gpu = torch.cuda.is_available()
-    return {
+    result = {
         "tokens_per_second": STEPS * shape.tokens / seconds,
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
         "seconds": time.perf_counter() - started,
+        "wrapper": wrapped,
     }
+    if profile:
+        result["kinds"] = device_time(lambda: steps(TRACED_STEPS), TRACED_STEPS)
+    return result
+
+
+def wrapper(model: torch.nn.Module) -> str:
+    """What torchtitan has wrapped most parts of the model in."""
+    kinds: Counter[str] = Counter()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                ranks, policy = group.mesh_info.mesh.size(), group.mp_policy
+                reshard = group._reshard_after_forward
+                kinds[f"FSDP, {ranks} ranks, {policy}, reshard after forward: {reshard}"] += 1
+    return "; ".join(f"{n} × {kind}" for kind, n in kinds.items()) or "not sharded"
 
 
 def synchronize() -> None:
@@ -125,10 +151,17 @@ def synchronize() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--world", type=int, default=1, help="ranks, of which only one exists")
+    parser.add_argument("--network", choices=local_world.NETWORKS, default="none")
+    parser.add_argument("--profile", action="store_true")
     args, options = parser.parse_known_args()
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(alone, MASTER_PORT=os.environ.get("MASTER_PORT", "29531"))
-    print("RESULT " + json.dumps(measure(SHAPES[args.shape], options)), flush=True)
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{args.world}"}
+    port = os.environ.get("MASTER_PORT", "29531")
+    os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    if args.world > 1:
+        local_world.use(args.network)
+    row = measure(SHAPES[args.shape], options, args.world, args.profile)
+    print("RESULT " + json.dumps(row), flush=True)
     os._exit(0)  # its process group waits for no one
 
 
