@@ -12,7 +12,6 @@ probabilities.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from overland.errors import ModelError
-from overland.models.draws import hash_bits, signed
+from overland.models.draws import hash_bits, keys_of
 
 # Below this, temperature counts as 0: float32 logits are not that precise, and dividing by less may
 # overflow float32.
@@ -67,10 +66,7 @@ GREEDY = Sampling()
 
 def row_keys(seed: int, numbers: Iterable[int], device: torch.device) -> Tensor:
     """Returns the random keys of each row: [2, rows]."""
-    keys = []
-    for number in numbers:
-        digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=16).digest()
-        keys.append([signed(int.from_bytes(digest[:8])), signed(int.from_bytes(digest[8:]))])
+    keys = [keys_of(f"{seed}/{number}") for number in numbers]
     return torch.tensor(keys, device=device).t().contiguous()
 
 
