@@ -161,8 +161,9 @@ class SelfAttention(nn.Module):
         v_BSKd = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHd, k_BSKd = self.q_norm(q_BSHd), self.k_norm(k_BSKd)
-        q_BHSd = rotate(q_BSHd.transpose(1, 2), cos_BSd, sin_BSd)
-        k_BKSd = rotate(k_BSKd.transpose(1, 2), cos_BSd, sin_BSd)
+        turns_B1Sd = cos_BSd[:, None], sin_BSd[:, None]
+        q_BHSd = rotate(q_BSHd.transpose(1, 2), *turns_B1Sd)
+        k_BKSd = rotate(k_BSKd.transpose(1, 2), *turns_B1Sd)
         out_BHSd = self.core(q_BHSd, k_BKSd, v_BSKd.transpose(1, 2), mask)
         return self.o_proj(out_BHSd.transpose(1, 2).flatten(2))
 
@@ -197,10 +198,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Hugging Face's order: normalize in high precision, round, then multiply by the weight.
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    # Hugging Face's order: normalize in high precision, round, then multiply by the weight.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
 
 
 class Head(nn.Linear):

@@ -47,11 +47,10 @@ class Rotary(nn.Module):
         return (angles_BSd.cos() * scaling).to(dtype), (angles_BSd.sin() * scaling).to(dtype)
 
 
-def rotate(x_BHSd: Tensor, cos_BSd: Tensor, sin_BSd: Tensor) -> Tensor:
-    """Rotates queries or keys by their positions."""
-    low, high = x_BHSd.chunk(2, dim=-1)
-    turned_BHSd = torch.cat((-high, low), dim=-1)
-    return x_BHSd * cos_BSd[:, None] + turned_BHSd * sin_BSd[:, None]
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates queries or keys by their positions, whose cos and sin broadcast to the heads."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
 def inverse_frequencies(

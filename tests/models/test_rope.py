@@ -66,8 +66,8 @@ def test_rotation_is_relative_and_keeps_lengths() -> None:
     for shift in (0, 7, 1000):
         positions_BS = torch.tensor([[3 + shift, 11 + shift]])
         cos, sin = rotary(positions_BS, 64, torch.float64)
-        turned_q = rotate(q, cos[:, :1], sin[:, :1])
-        turned_k = rotate(k, cos[:, 1:], sin[:, 1:])
+        turned_q = rotate(q, cos[:, None, :1], sin[:, None, :1])
+        turned_k = rotate(k, cos[:, None, 1:], sin[:, None, 1:])
         torch.testing.assert_close(turned_q.norm(), q.norm())
         scores.append((turned_q * turned_k).sum())
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(3))

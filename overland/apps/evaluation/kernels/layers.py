@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overland.kernels import triton_takes
+from overland.models.decoder import rms_norm
+from overland.models.rope import rotate
 
 MOST_ROWS = 64  # with more rows the product itself takes time, and a library is faster
 
@@ -56,14 +58,6 @@ def add_norm(
     if more_BD is not None:
         x_BD = x_BD + more_BD
     return x_BD, rms_norm(x_BD, weight_D, eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns the RMSNorm as in models/decoder.py: normalized in high precision, rounded, then
-    multiplied by the weight."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
 
 
 def _is_few(x_BD: Tensor, weight_ND: Tensor) -> bool:
@@ -154,13 +148,5 @@ def _turned(
     q, k, v = each.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
     if heads.q_norm_d is not None and heads.k_norm_d is not None:
         q, k = rms_norm(q, heads.q_norm_d, heads.eps), rms_norm(k, heads.k_norm_d, heads.eps)
-    return (
-        _rotate(q, cos[..., None, :], sin[..., None, :]),
-        _rotate(k, cos[..., None, :], sin[..., None, :]),
-        v,
-    )
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+    turns = cos[..., None, :], sin[..., None, :]
+    return rotate(q, *turns), rotate(k, *turns), v
