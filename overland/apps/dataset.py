@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 from overland.apps.ledger import read_ledger
 from overland.arguments import integer, path_of
 from overland.checks import devices_for
-from overland.checks.model import check_custom_import, with_new_tokens
+from overland.checks.model import with_custom_import, with_new_tokens
 from overland.config.arguments import ngpu
 from overland.config.derived import resolve_degrees
-from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import Data, Job, JobConfig
 from overland.config.validate import validate_again
@@ -100,9 +99,7 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
         run = run.parent
     is_run = (run / PLAN).is_file()
     found = with_new_tokens(load_config(str(run / CONFIG) if is_run else config, settings))
-    if problems := list(check_custom_import(found)):  # a source may be custom
-        raise ConfigError(problems)
-    loaded = found.config
+    loaded = with_custom_import(found)
     if not is_run:
         devices = ngpu(os.environ) or devices_for(found)[0]
         return _of_config(loaded, Preparer(report=_say), devices), step - 1

@@ -75,6 +75,14 @@ def check_custom_import(loaded: Loaded) -> Iterator[Problem]:
         yield loaded.problem("job.custom_import", message)
 
 
+def with_custom_import(loaded: Loaded) -> JobConfig:
+    """Returns the config, once the module that it names is imported: the model, or a source of the
+    data, may be custom."""
+    if problems := list(check_custom_import(loaded)):
+        raise ConfigError(problems)
+    return loaded.config
+
+
 def check_model(loaded: Loaded) -> Iterator[Problem]:
     model = loaded.config.model
     if model.config is not None and not os.path.exists(os.path.expanduser(model.config)):

@@ -195,14 +195,11 @@ def report_bos(tokenizer: Tokenizer) -> None:
 
 def import_sources(name: str) -> None:
     """Imports a user's module, as `job.custom_import` does."""
-    from overland.checks.model import check_custom_import
-    from overland.config.errors import ConfigError
+    from overland.checks.model import with_custom_import
     from overland.config.load import Loaded
     from overland.config.schema import Job, JobConfig
 
-    config = JobConfig(job=Job(custom_import=name))
-    if problems := list(check_custom_import(Loaded(config, [], "command line"))):
-        raise ConfigError(problems)
+    with_custom_import(Loaded(JobConfig(job=Job(custom_import=name)), [], "command line"))
 
 
 def source_at(

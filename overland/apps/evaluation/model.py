@@ -33,8 +33,7 @@ from overland.apps.evaluation.results import base_of
 from overland.checkpoint.folder import committed, step_of
 from overland.checkpoint.lazy import MODEL, Lazy, Origin, counting
 from overland.checkpoint.read import fill, open_checkpoint, read_marker
-from overland.checks.model import check_custom_import
-from overland.config.errors import ConfigError
+from overland.checks.model import with_custom_import
 from overland.config.load import load_config
 from overland.config.schema import Checkpoint, Data, JobConfig
 from overland.data.tokenizer import Tokenizer
@@ -150,10 +149,7 @@ def dtype_of(dtype: str | torch.dtype | None, device: torch.device) -> torch.dty
 
 
 def _in_run(run: Path, checkpoint: Path | None, given: Given) -> Found:
-    loaded = load_config(str(run / CONFIG), env={})
-    if problems := list(check_custom_import(loaded)):  # the model may be custom
-        raise ConfigError(problems)
-    config = loaded.config
+    config = with_custom_import(load_config(str(run / CONFIG), env={}))
     checkpoint = _checkpoint_of(run, config.checkpoint, checkpoint, given.step)
     architecture = model_config(config.model)
     _require_text(architecture, run)

@@ -18,8 +18,7 @@ from overland.apps.data.origins import origins_of
 from overland.apps.dataset import planned_data
 from overland.apps.ledger import Fed, FedSteps, read_ledger
 from overland.checkpoint.folder import committed, step_of
-from overland.checks.model import check_custom_import
-from overland.config.errors import ConfigError
+from overland.checks.model import with_custom_import
 from overland.config.load import load_config
 from overland.data.batch import load_batch
 from overland.data.blocks import BlockStream
@@ -114,10 +113,7 @@ def prove_data(
     """Replays all or some steps of a run."""
     if not (run / CONFIG).is_file():
         raise DataError(f"{run} is not a run folder: it has no config.toml")
-    loaded = load_config(str(run / CONFIG), env={})
-    if problems := list(check_custom_import(loaded)):  # a source may be custom
-        raise ConfigError(problems)
-    config = loaded.config
+    config = with_custom_import(load_config(str(run / CONFIG), env={}))
     folder = RunFolder(config.having({"job.dump_folder": str(run)}))  # it may have been moved
     history = read_ledger(folder.ledger)
     dataset = planned_data(config, run)

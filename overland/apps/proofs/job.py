@@ -19,7 +19,7 @@ from overland.apps.proofs.layouts import (
     ProofLayout,
     Sections,
 )
-from overland.checks.model import check_custom_import
+from overland.checks.model import with_custom_import
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
@@ -196,10 +196,7 @@ def settings_of(source: str | None) -> Sections | None:
     model and how it computes, but not its size; a custom model as it is. None without a config."""
     if source is None:
         return None
-    loaded = load_config(source)
-    config = loaded.config
-    if problems := list(check_custom_import(loaded)):  # the model may be custom
-        raise ConfigError(problems)
+    config = with_custom_import(load_config(source))
     settings: Sections = {
         "job": {"custom_import": config.job.custom_import},
         "activation_checkpoint": config.activation_checkpoint.model_dump(),
