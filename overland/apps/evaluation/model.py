@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from overland.apps.convert.formats import LazyCheckpoint, open_any
-from overland.apps.convert.formats.hf import FILES, without_head
+from overland.apps.convert.formats.hf import FILES, ids_in, require_weight, without_head
 from overland.apps.convert.formats.lazy import Config, given_config, given_dtype, is_computed
 from overland.apps.convert.formats.merge import densify, join, merge
 from overland.apps.convert.formats.overland import (
@@ -359,10 +359,8 @@ def _end_ids(source: LazyCheckpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
     transformers, or else from the tokenizer."""
     files = [file for file in source.companions if file.name == GENERATION]
     for contents in (*(read_object(path, CheckpointError) for path in files), source.config or {}):
-        value = contents.get("eos_token_id")
-        some = value if isinstance(value, list) else [value]
-        if ids := tuple(one for one in some if isinstance(one, int)):
-            return ids
+        if ids := ids_in(contents.get("eos_token_id")):
+            return tuple(ids)
     return _end_of(tokenizer)
 
 
@@ -407,16 +405,8 @@ class FileWeights:
         with counting(moved), torch.no_grad():
             for name, tensor in named.items():
                 owner = ties.get(name, name)
-                lazy = weights.get(owner) or weights.get(alike.get(owner, ""))
-                if lazy is None:
-                    raise CheckpointError(
-                        f"{self.source.folder} lacks {name}, which its config.json requires"
-                    )
+                found = weights.get(owner) or weights.get(alike.get(owner, ""))
                 target, offsets, shape = local_part(tensor)
-                if lazy.shape != tuple(shape):
-                    raise CheckpointError(
-                        f"{self.source.folder} has {name} with shape {list(lazy.shape)}, but its "
-                        f"config.json requires {list(shape)}"
-                    )
+                lazy = require_weight(self.source.folder, name, found, shape)
                 if target.numel():
                     target.copy_(lazy.load_box(offsets, target.shape))

@@ -10,7 +10,7 @@ was trained here says nothing about a tokenizer that was chosen with the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,19 +154,25 @@ def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Pat
         return
     shapes |= {name: tuple(one.shape) for name, one in buffers.items() if name in weights}
     for name, shape in shapes.items():
-        if name not in weights:
-            raise CheckpointError(f"{where} lacks {name}, which its config.json requires")
-        if weights[name].shape != tuple(shape):
-            raise CheckpointError(
-                f"{where} has {name} with shape {list(weights[name].shape)}, but its config.json "
-                f"requires {list(shape)}"
-            )
+        require_weight(where, name, weights.get(name), shape)
     unexpected = [name for name in weights if name not in shapes]
     if unexpected:
         raise CheckpointError(
             f"{where} has {unexpected[0]}, which its config.json does not describe; leave it out "
             f"with --exclude {unexpected[0]}"
         )
+
+
+def require_weight(where: Path, name: str, lazy: Lazy | None, shape: Sequence[int]) -> Lazy:
+    """Returns a weight; raises if it is missing, or has another shape than its config requires."""
+    if lazy is None:
+        raise CheckpointError(f"{where} lacks {name}, which its config.json requires")
+    if lazy.shape != tuple(shape):
+        raise CheckpointError(
+            f"{where} has {name} with shape {list(lazy.shape)}, but its config.json requires "
+            f"{list(shape)}"
+        )
+    return lazy
 
 
 def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool) -> dict[str, Any]:
@@ -179,7 +185,7 @@ def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool
         return config
     known = set(tokenizer.specials.values())
     begins, ends, pads = (
-        [i for i in _ids(config.get(f"{name}_token_id")) if i in known or not trained_here]
+        [i for i in ids_in(config.get(f"{name}_token_id")) if i in known or not trained_here]
         for name in ("bos", "eos", "pad")
     )
     end = tokenizer.eos_id
@@ -236,7 +242,7 @@ def _write_generation(folder: Path, ids: dict[str, Any]) -> None:
     given = read_object(path, CheckpointError) if path.is_file() else {"_from_model_config": True}
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     found = {name: ids[name] for name in names if ids.get(name) is not None}
-    ends = [*_ids(given.get("eos_token_id")), *_ids(found.get("eos_token_id"))]
+    ends = [*ids_in(given.get("eos_token_id")), *ids_in(found.get("eos_token_id"))]
     if ends:
         ends = list(dict.fromkeys(ends))
         found["eos_token_id"] = ends[0] if len(ends) == 1 else ends
@@ -244,7 +250,7 @@ def _write_generation(folder: Path, ids: dict[str, Any]) -> None:
     write_json(path, {**found, **given})
 
 
-def _ids(value: Any) -> list[int]:
+def ids_in(value: Any) -> list[int]:
     """Returns a list of ids: `eos_token_id` is a number, a list of numbers, or None."""
     some = value if isinstance(value, list | tuple) else [value]
     return [one for one in some if isinstance(one, int)]
