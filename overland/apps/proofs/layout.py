@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from overland.apps.proofs.job import STEPS, held_out_data, proof_job
 from overland.apps.proofs.layouts import ProofLayout, Sections
 from overland.apps.proofs.pool import TIMEOUT_SECONDS, RankPool
+from overland.apps.watch.files import finite
 from overland.checks.machine import lacks_for_schedule
 from overland.config.schema import JobConfig
 from overland.world import World
@@ -95,9 +96,8 @@ class LayoutVerdict:
         return "equal" if self.is_equal else "differs"
 
     def to_json(self) -> dict[str, Any]:
-        bounds = self.bounds._asdict()
-        return {**finite(asdict(self)), "bounds": finite(bounds), "equal": self.is_equal,
-                "verdict": self.verdict}  # fmt: skip
+        found = {**asdict(self), "bounds": self.bounds._asdict(), "equal": self.is_equal}
+        return {**finite(found), "verdict": self.verdict}
 
     def cells(self) -> list[str]:
         """A row of the table."""
@@ -257,8 +257,3 @@ def relative_difference(got: float, expected: float) -> float:
 def largest_difference(found: list[Curve], expected: Curve, which: int) -> float:
     """Returns the same for the curves of several ranks; infinite without any."""
     return max((difference(got, expected, which) for got in found), default=math.inf)
-
-
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values as JSON may hold them: null for what is infinite."""
-    return {key: None if value == math.inf else value for key, value in values.items()}

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from overland.apps.proofs.job import proof_job
-from overland.apps.proofs.layout import TOLERANCES, Curves, finite, largest_difference, try_layout
+from overland.apps.proofs.layout import TOLERANCES, Curves, largest_difference, try_layout
 from overland.apps.proofs.layouts import ProofLayout, Sections, parse_all
 from overland.apps.proofs.pool import RankPool
+from overland.apps.watch.files import finite
 from overland.run_folder import CHECKPOINTS, checkpoint_name
 
 SAVED_AT, STEPS = 3, 6
