@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from overland.apps.convert.formats import LazyCheckpoint, open_any
-from overland.apps.convert.formats.hf import FILES, ids_in, require_weight, without_head
+from overland.apps.convert.formats.hf import FILES, ids_in, require_weight, without_tied_head
 from overland.apps.convert.formats.lazy import Config, given_config, given_dtype, is_computed
 from overland.apps.convert.formats.merge import densify, join, merge
 from overland.apps.convert.formats.overland import (
@@ -220,8 +220,6 @@ def _in_files(path: Path, given: Given) -> Found:
     beside: list[Path] = []
     if given.config is not None:
         beside = companions_in(given.config if given.config.is_dir() else given.config.parent)
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
     source = open_any(path, config, whole=False)
     if source.format == "peft":
         source = _on_base(source, path, base, config)
@@ -245,8 +243,7 @@ def _in_files(path: Path, given: Given) -> Found:
     architecture = read_hf_config(source.config)
     _require_text(architecture, path)
     weights = {n: lazy for n, lazy in source.weights().items() if not is_computed(n)}
-    if source.config.get("tie_word_embeddings"):
-        weights = without_head(weights)
+    weights = without_tied_head(weights, source.config)
     _require_known(weights, architecture, path)
     source = source.with_tensors({MODEL + name: lazy for name, lazy in weights.items()})
     source = replace(source, companions=[*beside, *source.companions])

@@ -79,9 +79,7 @@ def write_hf(source: LazyCheckpoint, folder: Path, options: Options) -> None:
             "with --config"
         )
     require_known(source.config)
-    weights = source.weights()
-    if source.config.get("tie_word_embeddings"):
-        weights = without_head(weights)
+    weights = without_tied_head(source.weights(), source.config)
     if not options.partial and not source.own_model:  # which may have more tensors than its family
         _check_complete(source.config, weights, source.folder)
     shards = split_by_size(weights, options.max_shard_bytes)
@@ -130,10 +128,10 @@ def _weights(path: Path) -> dict[str, Lazy]:
     return read_weights(path / SINGLE if (path / SINGLE).is_file() else path / OLD_SINGLE)
 
 
-def without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
+def without_tied_head(weights: dict[str, Lazy], config: Mapping[str, Any]) -> dict[str, Lazy]:
     """Returns the weights without a tied head; raises if it differs from the embedding and would be
     lost."""
-    if HEAD in weights and EMBEDDING in weights:
+    if config.get("tie_word_embeddings") and HEAD in weights and EMBEDDING in weights:
         head, embedding = weights[HEAD], weights[EMBEDDING]
         if head is not embedding and digest(head.load()) != digest(embedding.load()):
             raise CheckpointError(
