@@ -149,15 +149,13 @@ def _loss(runs: Sequence[RunReport]) -> Chart:
         steps, losses = run.lines.logged.points("loss")
         odd = _odd(run.lines.logged, "loss")
         raw = Line(f"{prefix}each step logged", number, color, "raw", steps, losses, odd,
-                   not several)  # fmt: skip
+                   not several or fine == 1)  # fmt: skip
         mean = Line(
             f"{prefix}mean of {fine:,} steps", number, color, "mean", *means(steps, losses, fine)
         )
         trend = Line(f"{prefix}mean of {coarse:,} steps", number, color if several else 1, "trend",
                      *means(steps, losses, coarse), shown=not several)  # fmt: skip
         chart.lines += [raw, *([mean] if fine > 1 else ()), *([trend] if coarse > 1 else ())]
-        if not several or fine == 1:
-            raw.shown = True
         for line in _lost(run, number, f"{prefix}lost steps"):
             line.shown = not several
             chart.lines.append(line)
