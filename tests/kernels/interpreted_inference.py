@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overland.apps.evaluation.kernels import triton_cached_attention, triton_inference
-from overland.apps.evaluation.kernels.layers import Heads, add_norm, attend, begin, gated
+from overland.apps.evaluation.kernels import Heads, triton_cached_attention, triton_inference
+from overland.apps.evaluation.kernels.layers import add_norm, attend, begin, gated
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_begin(head_dim: int, has_norms: bool) -> None:
     angles = torch.randn(12, head_dim // 2).repeat(1, 2)
     heads = Heads(angles.cos(), angles.sin(), *norms, eps=1e-5)
     ours, plain = cache.clone(), cache.clone()
-    q = triton_cached_attention.begin(qkv, *ours[:, 1:], heads.turns)  # rows of a larger cache
+    q = triton_cached_attention.begin(qkv, *ours[:, 1:], heads)  # rows of a larger cache
     torch.testing.assert_close(q, begin(qkv, *plain[:, 1:], heads))
     torch.testing.assert_close(ours, plain)
 
@@ -81,11 +81,11 @@ def test_attend(batch: int, room: int, head_dim: int, has_norms: bool, window: i
     angles = torch.randn(room, head_dim // 2).repeat(1, 2)
     heads = Heads(angles.cos(), angles.sin(), *norms, eps=1e-5, window=window)
     ours, plain = cache.clone(), cache.clone()
-    out = triton_cached_attention.attend(qkv, *ours, lengths, window, heads.turns)
+    out = triton_cached_attention.attend(qkv, *ours, lengths, heads)
     torch.testing.assert_close(out, attend(qkv, *plain, lengths, heads))
     torch.testing.assert_close(ours, plain)
     if window is None:
         again = triton_cached_attention.attend(
-            qkv, *cache, lengths, window, heads.turns
+            qkv, *cache, lengths, heads
         )  # the counts are zero again
         torch.testing.assert_close(again, out)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overland.apps.evaluation.kernels.layers import Heads, add_norm, attend, begin, gated, linear
+from overland.apps.evaluation.kernels import Heads
+from overland.apps.evaluation.kernels.layers import add_norm, attend, begin, gated, linear
 from overland.kernels import triton_takes
 from overland.models.attention import Attention, Mask, build_mask
 from overland.models.decoder import Decoder, Layer, RMSNorm

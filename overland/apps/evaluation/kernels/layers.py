@@ -11,12 +11,11 @@ the new token gets the next one, and its rotary position is the same number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overland.apps.evaluation.kernels import Heads
 from overland.kernels import triton_takes
 from overland.models.decoder import rms_norm
 from overland.models.rope import rotate
@@ -69,29 +68,13 @@ def _takes(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16) and triton_takes(tensor)
 
 
-@dataclass(frozen=True)
-class Heads:
-    """What a layer does to queries and keys before attention."""
-
-    cos_Td: Tensor
-    sin_Td: Tensor
-    q_norm_d: Tensor | None = None
-    k_norm_d: Tensor | None = None
-    eps: float = 0.0
-    window: int | None = None
-
-    @property
-    def turns(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]:
-        return self.cos_Td, self.sin_Td, self.q_norm_d, self.k_norm_d, self.eps
-
-
 def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads) -> Tensor:
     """Processes rows from their first token on: writes their keys and values, and returns the
     queries, [B, S, H, d]."""
     if _takes(qkv_BSE):
         from overland.apps.evaluation.kernels import triton_cached_attention
 
-        return triton_cached_attention.begin(qkv_BSE, keys_BKTd, values_BKTd, heads.turns)
+        return triton_cached_attention.begin(qkv_BSE, keys_BKTd, values_BKTd, heads)
     seq_len = qkv_BSE.shape[1]
     q_BSHd, k_BSKd, v_BSKd = _turned(
         qkv_BSE, keys_BKTd, heads.cos_Td[None, :seq_len], heads.sin_Td[None, :seq_len], heads
@@ -109,9 +92,7 @@ def attend(
     if _takes(qkv_BE):
         from overland.apps.evaluation.kernels import triton_cached_attention
 
-        return triton_cached_attention.attend(
-            qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads.window, heads.turns
-        )
+        return triton_cached_attention.attend(qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads)
     cos_Bd, sin_Bd = heads.cos_Td[lengths_B], heads.sin_Td[lengths_B]
     q_BHd, k_BKd, v_BKd = _turned(qkv_BE, keys_BKTd, cos_Bd, sin_Bd, heads)
     rows_B = torch.arange(len(qkv_BE), device=qkv_BE.device)

@@ -7,23 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overland.apps.evaluation.kernels import Heads
 from overland.apps.evaluation.kernels.triton_inference import FEWEST, early, is_last, scratch
 
-Turns = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
-"""Cosines and sines, the norms of queries and keys, and their epsilon."""
 PROGRAMS = 64  # to start if there are few rows: they share the keys of a head
 
 
-def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, turns: Turns) -> Tensor:
-    cos_Td, sin_Td, q_norm_d, k_norm_d, eps = turns
+def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads) -> Tensor:
     batch, seq_len, width = qkv_BSE.shape
     num_kv_heads, room, head_dim = keys_BKTd.shape[1:]
     num_heads = width // head_dim - 2 * num_kv_heads
     q_BSHd = qkv_BSE.new_empty((batch, seq_len, num_heads, head_dim))
     _begin[(batch * seq_len, num_kv_heads)](
         qkv_BSE, keys_BKTd, values_BKTd, q_BSHd,
-        cos_Td, sin_Td, q_norm_d, k_norm_d,
-        seq_len, room, eps, keys_BKTd.stride(0),
+        heads.cos_Td, heads.sin_Td, heads.q_norm_d, heads.k_norm_d,
+        seq_len, room, heads.eps, keys_BKTd.stride(0),
         KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         ROWS=triton.next_power_of_2(num_heads // num_kv_heads),
@@ -35,14 +33,8 @@ def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, turns: Turns)
 
 
 def attend(
-    qkv_BE: Tensor,
-    keys_BKTd: Tensor,
-    values_BKTd: Tensor,
-    lengths_B: Tensor,
-    window: int | None,
-    turns: Turns,
+    qkv_BE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, lengths_B: Tensor, heads: Heads
 ) -> Tensor:
-    cos_Td, sin_Td, q_norm_d, k_norm_d, eps = turns
     batch, num_kv_heads, room, head_dim = keys_BKTd.shape
     num_heads = qkv_BE.shape[1] // head_dim - 2 * num_kv_heads
     parts = 1
@@ -54,11 +46,11 @@ def attend(
     assert parts == 1 or batch * num_kv_heads * parts * rows * (head_dim + 2) <= sums.numel()
     _attend[(batch, num_kv_heads, parts)](
         qkv_BE, keys_BKTd, values_BKTd, lengths_B, out_BE, sums, ended,
-        cos_Td, sin_Td, q_norm_d, k_norm_d,
+        heads.cos_Td, heads.sin_Td, heads.q_norm_d, heads.k_norm_d,
         room,
         head_dim**-0.5,
-        eps,
-        WINDOW=window or 0,
+        heads.eps,
+        WINDOW=heads.window or 0,
         KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         ROWS=rows,
