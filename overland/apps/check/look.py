@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from overland.data.arrays import Arrays
-from overland.data.corpora import Opener, Preparer, check_vocabulary, named_by_keys, shard_documents
+from overland.data.corpora import Opener, check_vocabulary, named_by_keys, shard_documents
 from overland.data.holdout import check_countable
 from overland.data.layout import CorpusLayout, group, policy_of, weigh
 from overland.data.sampler import AnyCorpus
@@ -19,7 +19,6 @@ from overland.data.shard_maker import ShardMaker
 from overland.data.sources.file_marks import FileMark
 from overland.data.sources.image_files import ArrayList
 from overland.data.sources.source import Source
-from overland.data.tokenizer import Tokenizer
 from overland.data.wanted import WantedSource
 from overland.errors import DataError
 from overland.words import any_of, counted_words
@@ -54,41 +53,31 @@ class Beginning:
     kind: str = "arrays"
 
 
-def look_at(
-    wanted: WantedSource,
-    tokenizer: Tokenizer | Untrained | None,
-    vocab_size: int | None,
-    preparer: Preparer,
-) -> AnyCorpus | Beginning:
-    """Does what `Opener.open` does, except that a streamed source is not laid out."""
+def look_at(wanted: WantedSource, opener: Opener) -> AnyCorpus | Beginning:
+    """Does what `Opener.open` does, except that a streamed source is not laid out. The tokenizer
+    may be `Untrained`."""
     config, name = wanted.config, wanted.name
     if wanted.is_made or wanted.built:
-        return Opener(config, None, vocab_size, preparer).open(wanted)
+        return opener.open(wanted)
     source = wanted.open()
     if isinstance(source, ArrayList):
         batch = max(config.training.global_batch_size, config.training.local_batch_size)
         source.fill(0, np.empty(source.shape, source.dtype_of_all))
         if len(source) < batch and not wanted.is_for_validation:
-            preparer.report(
+            opener.preparer.report(
                 f"note: {name} has {len(source):,} images, less than a batch of {batch:,}"
             )
         return Beginning(source, Arrays.declared(name, source.fields))
-    return _beginning(wanted, source, tokenizer, vocab_size, preparer)
+    return _beginning(wanted, source, opener)
 
 
-def _beginning(
-    wanted: WantedSource,
-    source: Source,
-    tokenizer: Tokenizer | Untrained | None,
-    vocab_size: int | None,
-    preparer: Preparer,
-) -> Beginning:
+def _beginning(wanted: WantedSource, source: Source, opener: Opener) -> Beginning:
     """Tokenizes the first documents."""
     config, name = wanted.config, wanted.name
+    tokenizer, preparer = opener.tokenizer, opener.preparer
     data, training = config.data, config.training
     for note in source.notes:
         preparer.report(f"note: {name}: {note}")
-    any_tokenizer: Any = tokenizer
     with named_by_keys():
         skip_bad = data.bad_documents == "skip"
         layout = CorpusLayout(  # of no shards and in no folder: nothing is written
@@ -96,19 +85,19 @@ def _beginning(
             fingerprint="",
             request="",
             source=str(source.place),
-            **policy_of(name, source, any_tokenizer, skip_bad, vocab_size),
+            **policy_of(name, source, tokenizer, skip_bad, opener.vocab_size),
             num_shards=0,
             documents_per_shard=0,
             folder=Path(os.devnull),
         )
-    check_vocabulary(name, layout.vocab_size, vocab_size)
+    check_vocabulary(name, layout.vocab_size, opener.vocab_size)
     is_trained = isinstance(tokenizer, Untrained) and config.model.hf_assets_path is None
     if layout.kind == "text" and is_trained and data.add_bos:
         raise DataError(
             "a tokenizer that is trained here has no beginning-of-document token; turn "
             "data.add_bos off"
         )
-    maker = ShardMaker(layout, source, any_tokenizer)
+    maker = ShardMaker(layout, source, tokenizer)
     documents, tokens, is_all = maker.try_out(FEW_DOCUMENTS, FEW_CHARACTERS)
     counted = counted_words(maker.counts())
     if not tokens:

@@ -30,6 +30,7 @@ from overland.config.schema import JobConfig
 from overland.data.arrays import Arrays, require_fields
 from overland.data.corpora import (
     ANOTHER_TOKENIZER,
+    Opener,
     Preparer,
     changed_settings,
     changed_source,
@@ -198,7 +199,8 @@ class Rehearsal:
         model = None if self.lacks_model else model_config(config.model)
         if model is not None and sample_fields(model) is not None:  # before any is read
             self.require_fields(wanted.name, held_by_wanted(wanted), model)
-        found = look_at(wanted, self.tokenizer, self.vocab_size, self.preparer)
+        tokenizer: Any = self.tokenizer
+        found = look_at(wanted, Opener(config, tokenizer, self.vocab_size, self.preparer))
         if model is not None:
             self.require_fields(wanted.name, getattr(found, "arrays", None), model)
         return found
