@@ -7,15 +7,15 @@ Afterwards each merged matrix is compared with its two parts by applying both to
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from overland.apps.convert.formats.lazy import Config, LazyCheckpoint
+from overland.apps.convert.formats.lazy import Changed, Config, LazyCheckpoint
 from overland.apps.convert.formats.peft import Adapter, adapters_in, require_adapter, trained
 from overland.apps.dialects.peft import settings_of
 from overland.checkpoint.lazy import MODEL, Lazy
@@ -58,7 +58,7 @@ class _Parts:
         if not all(bool(tensor.isfinite().all()) for tensor in loaded):
             raise CheckpointError(f"the adapter of {name} holds values that are not finite")
         dtypes = (torch.float32, dtype, *(tensor.dtype for tensor in loaded))
-        self.wide = functools.reduce(torch.promote_types, dtypes)
+        self.wide = reduce(torch.promote_types, dtypes)
         a, b, *lengths = (tensor.to(self.wide) for tensor in loaded)
         self.left_Or, self.right_rD = (a.t(), b.t()) if adapter.is_table else (b, a)
         self.lengths_O, self.scale = lengths[0] if lengths else None, adapter.scale
@@ -206,15 +206,6 @@ def _some_rows(shape: tuple[int, ...]) -> Iterator[slice]:
         yield slice(start, min(start + step, shape[0]))
 
 
-@dataclass(frozen=True, eq=False)
-class Masked(Lazy):
-    weight: Lazy
-    mask: Lazy
-
-    def load(self) -> Tensor:
-        return masked(self.weight.load(), self.mask.load(), self.shape[1] // self.mask.shape[1])
-
-
 def densify(source: LazyCheckpoint) -> LazyCheckpoint:
     """Returns the checkpoint with the masks of sparse matrices (models/sparse.py) applied."""
     if not any(name.endswith(f".{MASK}") for name in source.tensors):
@@ -227,5 +218,9 @@ def densify(source: LazyCheckpoint) -> LazyCheckpoint:
         weight = found.get(key)
         if weight is None or weight.shape[:1] != mask.shape[:1] or weight.shape[1] % mask.shape[1]:
             raise CheckpointError(f"{source.folder} has {name}, but no weight of matching shape")
-        found[key] = Masked(weight.shape, weight.dtype, weight, mask)
+        found[key] = Changed(weight.shape, weight.dtype, weight, partial(_masked, mask=mask))
     return source.with_tensors(found)
+
+
+def _masked(weight_OD: Tensor, mask: Lazy) -> Tensor:
+    return masked(weight_OD, mask.load(), weight_OD.shape[1] // mask.shape[1])
