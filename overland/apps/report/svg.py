@@ -69,9 +69,7 @@ def chart_svg(chart: Chart, paint: Paint = alone) -> str:
     title = f"{chart.title}{f', {chart.unit}' if chart.unit else ''}"
     parts = [_open(WIDTH, HEIGHT, title, paint), _text(LEFT, 24, title, paint("ink"), size=16)]
     for y in y_ticks:
-        at = float(y_of(np.array(y)))
-        parts.append(_rule(LEFT, at, WIDTH - RIGHT, at, paint("line")))
-        parts.append(_text(LEFT - 8, at + 4, value_words(y, chart.form), paint("muted"), "end"))
+        parts += _y_tick(float(y_of(np.array(y))), value_words(y, chart.form), paint)
     for x in (one for one in x_ticks if one <= right):
         words = f"{x:,.12g}"
         at = float(x_of(np.array(x)))
@@ -129,9 +127,7 @@ def timeline_svg(report: RunReport, paint: Paint = alone) -> str:
     parts = [_open(width, height, "History of the run: steps over time", paint)]
     for step in ticks(0.0, float(highest), 3):
         if step <= highest:
-            parts.append(_rule(LEFT, y_of(step), width - RIGHT, y_of(step), paint("line")))
-            words = f"{step:,.12g}"
-            parts.append(_text(LEFT - 8, y_of(step) + 4, words, paint("muted"), "end"))
+            parts += _y_tick(y_of(step), f"{step:,.12g}", paint)
     for session in sessions:
         parts += _band(session, x_of, top, height - bottom, paint)
     for columns, color, stroke in (
@@ -256,8 +252,10 @@ def _text(x: float, y: float, words: str, color: str, anchor: str = "start", siz
     )
 
 
-def _rule(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" '
-        'stroke-width="1"/>'
+def _y_tick(y: float, words: str, paint: Paint) -> list[str]:
+    """Draws a line across the picture, and on its left the value that it stands for."""
+    rule = (
+        f'<line x1="{LEFT:.1f}" y1="{y:.1f}" x2="{WIDTH - RIGHT:.1f}" y2="{y:.1f}" '
+        f'stroke="{paint("line")}" stroke-width="1"/>'
     )
+    return [rule, _text(LEFT - 8, y + 4, words, paint("muted"), "end")]
