@@ -25,6 +25,7 @@ from overland.apps.report.page import build_page, data_of, policy, sections_of
 from overland.apps.report.summary import RunReader
 from overland.apps.watch.files import finite
 from overland.errors import ReportError
+from overland.world.launch import free_port
 
 LOOPBACK = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
@@ -138,14 +139,8 @@ def open_server(readers: Sequence[RunReader], port: int) -> ReportServer:
         if why is None:
             raise ReportError(f"port {port} of {LOOPBACK}: {error.strerror}") from None
         raise ReportError(
-            f"port {port} {why}: use a free port, such as `--serve {_free_port()}`"
+            f"port {port} {why}: use a free port, such as `--serve {free_port()}`"
         ) from None
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind((LOOPBACK, 0))
-        return int(found.getsockname()[1])
 
 
 def tunnel(server: ReportServer) -> str:
