@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from overland.apps.evaluation.evaluate import (
     sets_for,
     settings_of,
 )
-from overland.apps.evaluation.parts import Cutter, row_of, spans
+from overland.apps.evaluation.parts import Cutter, TextWindows, WindowRow
 from overland.apps.evaluation.perplexity import Done, Sums, batches, total
 from overland.apps.evaluation.ranks import RankedModel
 from overland.apps.evaluation.results import Record
@@ -67,14 +68,19 @@ def alone(path: Path, data: Path, **asked: Any) -> Record:
     return evaluate(World(), path, data, **asked)
 
 
+def windows_of(num_tokens: int, context: int, stride: int) -> list[WindowRow]:
+    """Those of a text whose tokens are their places."""
+    text = TextWindows(context, stride)
+    text.add([(np.arange(num_tokens), None)])
+    return text.take(is_all=True)
+
+
 def test_windows_count_every_token_exactly_once() -> None:
     for num_tokens in (0, 1, 2, 3, 9, 10, 11, 64, 65, 1001):
         for context in (2, 3, 10, 64):
             for stride in {1, max(1, context // 2), context}:
                 counted: Counter[int] = Counter()
-                ids = np.arange(num_tokens)
-                for span in spans(num_tokens, context, stride):
-                    row = row_of(ids, span)
+                for row in windows_of(num_tokens, context, stride):
                     assert 0 < len(row.tokens) <= context
                     assert row.num_scored > 0
                     scored = row.labels != IGNORED
@@ -84,9 +90,9 @@ def test_windows_count_every_token_exactly_once() -> None:
 
 
 def test_a_token_has_at_least_half_a_context_before_it_once_there_is_one() -> None:
-    for span in spans(1000, 64, 32):
-        start, _, first = span
-        assert first - start >= min(32, first)
+    for row in windows_of(1000, 64, 32):
+        before = int(np.argmax(row.labels != IGNORED))
+        assert before >= min(32, row.tokens[before])
 
 
 def test_batches_hold_every_row_once_and_no_more_tokens_than_allowed(
@@ -146,10 +152,19 @@ def test_joined_documents_have_the_windows_of_one_text(
                 cutter = Cutter(tokenizer, context, stride, joined=True)
                 parts = islice(cutter.parts(documents), 500)  # of fewer; it once never ended
                 rows = [row for part in parts for row in part.make().rows]
-                plain = [row_of(text, span) for span in spans(len(text), context, stride)]
-                for row, other in zip(rows, plain, strict=True):
-                    assert row.tokens.tolist() == other.tokens.tolist()
-                    assert row.labels.tolist() == other.labels.tolist()
+                plain = plain_windows(text.tolist(), context, stride)
+                assert [(row.tokens.tolist(), row.labels.tolist()) for row in rows] == list(plain)
+
+
+def plain_windows(
+    text: list[int], context: int, stride: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    start = counted = 0
+    while counted < len(text) - 1:
+        stop = min(start + context, len(text) - 1)
+        seen = counted - start
+        yield text[start:stop], [IGNORED] * seen + text[counted + 1 : stop + 1]
+        start, counted = start + stride, stop
 
 
 @pytest.mark.parametrize(

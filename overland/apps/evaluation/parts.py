@@ -17,6 +17,7 @@ model sees `context` tokens at a time, so a longer text is split into windows th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,8 +31,6 @@ from overland.data.lanes import IGNORED
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 
-Span = tuple[int, int, int]
-"""Start and end of a window, and the first prediction in it that counts."""
 LEAST_TOKENS = 2048  # in a part, since each finished part is written to disk
 WINDOWS = 16  # in a part, at least
 MOST_DOCUMENTS = 1024
@@ -48,25 +47,6 @@ class WindowRow:
     @property
     def num_scored(self) -> int:
         return int((self.labels != IGNORED).sum())
-
-
-def spans(num_tokens: int, context: int, stride: int) -> Iterator[Span]:
-    """Yields the windows of a text with this many tokens."""
-    start = counted = 0
-    while counted < num_tokens - 1:
-        stop = min(start + context, num_tokens - 1)
-        yield start, stop, counted
-        start, counted = start + stride, stop
-
-
-def row_of(ids: Ids, span: Span, counts: npt.NDArray[np.bool_] | None = None) -> WindowRow:
-    """Returns a window of a text. `counts`: which of its tokens are scored at all."""
-    start, stop, first = span
-    labels = ids[start + 1 : stop + 1].copy()
-    labels[: first - start] = IGNORED
-    if counts is not None:
-        labels[~counts[start + 1 : stop + 1]] = IGNORED
-    return WindowRow(ids[start:stop], labels)
 
 
 @dataclass(frozen=True)
@@ -134,42 +114,37 @@ class Cutter:
     def _short(self, documents: list[Document]) -> EvaluationPart:
         def make() -> WindowRows:
             found = self._encode(documents)
-            windows = (list(spans(len(ids), self.context, self.stride)) for ids in found)
-            return self._windows_of(documents, found, windows)
+            windows = map(self._windows, documents, found)
+            rows = [row for one in windows for row in one.take(is_all=True)]
+            return self._scored(rows, documents, found)
 
         return EvaluationPart(next(self._numbers), len(documents), make)
 
     def _long(self, document: Document) -> Iterator[EvaluationPart]:
         """Yields a document as one or more parts of its own; all ranks tokenize it."""
         (ids,) = self._encode([document])
-        windows = list(spans(len(ids), self.context, self.stride))
-        for start in range(0, max(1, len(windows)), self.part_windows):
-            some = windows[start : start + self.part_windows]
-            make = partial(self._windows_of, [document], [ids], [some], start == 0)
-            yield EvaluationPart(next(self._numbers), int(start == 0), make)
+        windows, begun = self._windows(document, ids), [document]
+        while (rows := windows.take(self.part_windows, is_all=True)) or begun:
+            make = partial(self._scored, rows, begun, [ids] * len(begun))
+            yield EvaluationPart(next(self._numbers), len(begun), make)
+            begun = []
 
-    def _windows_of(
-        self,
-        documents: Sequence[Document],
-        found: Sequence[Ids],
-        windows: Iterable[Sequence[Span]],
-        is_start: bool = True,
+    def _windows(self, document: Document, ids: Ids) -> TextWindows:
+        windows = TextWindows(self.context, self.stride)
+        windows.add([(ids, document.counts)])
+        return windows
+
+    def _scored(
+        self, rows: Iterable[WindowRow], begun: Sequence[Document], encoded: Sequence[Ids]
     ) -> WindowRows:
-        """Returns windows of documents. `is_start`: whether the documents begin with them."""
-        rows = [
-            row
-            for document, ids, some in zip(documents, found, windows, strict=True)
-            for row in (row_of(ids, span, document.counts) for span in some)
-            if row.num_scored
-        ]
-        if not is_start:
-            return WindowRows(rows)
-        unscored = sum(map(self._unscored, documents, found))
-        return WindowRows(rows, unscored, self._texts(documents, found))
+        """Returns the windows that count; `begun` are the documents that begin with them."""
+        some = [row for row in rows if row.num_scored]
+        unscored = sum(map(self._unscored, begun, encoded))
+        return WindowRows(some, unscored, self._texts(begun, encoded))
 
     def _joined(self, documents: Iterable[Document]) -> Iterator[EvaluationPart]:
         """Yields parts of one long text; all ranks tokenize all of it, some documents at a time."""
-        text = JoinedDocuments(self.context, self.stride)
+        text = TextWindows(self.context, self.stride)
         those: list[Document] = []
         encoded: list[Ids] = []
         source = iter(documents)
@@ -254,8 +229,8 @@ class Cutter:
         ]
 
 
-class JoinedDocuments:
-    """The windows of a growing text."""
+class TextWindows:
+    """The windows of a text, which may grow."""
 
     def __init__(self, context: int, stride: int) -> None:
         self.context, self.stride = context, stride
@@ -271,7 +246,7 @@ class JoinedDocuments:
         counts = (np.ones(len(ids), np.bool_) if these is None else these for ids, these in some)
         self.counts = np.concatenate([self.counts, *counts])
 
-    def take(self, most: int, is_all: bool = False) -> list[WindowRow]:
+    def take(self, most: int = sys.maxsize, is_all: bool = False) -> list[WindowRow]:
         """Returns `most` windows, or none while there are fewer; with `is_all`, the rest."""
         last = len(self.ids) - 1
         if not is_all and last < self.start + (most - 1) * self.stride + self.context:
@@ -279,7 +254,10 @@ class JoinedDocuments:
         rows: list[WindowRow] = []
         while len(rows) < most and self.counted < last:
             stop = min(self.start + self.context, last)
-            rows.append(row_of(self.ids, (self.start, stop, self.counted), self.counts))
+            labels = self.ids[self.start + 1 : stop + 1].copy()
+            labels[: self.counted - self.start] = IGNORED  # an earlier window has predicted them
+            labels[~self.counts[self.start + 1 : stop + 1]] = IGNORED
+            rows.append(WindowRow(self.ids[self.start : stop], labels))
             self.start, self.counted = self.start + self.stride, stop
         # After the last window, which may be shorter than the stride, start is beyond the text.
         past = min(self.start, self.counted)
