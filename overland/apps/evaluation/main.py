@@ -311,7 +311,7 @@ def open_model(
     import torch
 
     from overland.apps.evaluation.model import Given, OpenModel, device_of, dtype_of, find_model
-    from overland.models.init import cast_floats, init_buffers
+    from overland.models.init import cast_floats, init_buffers, whole
     from overland.models.structure import tie
 
     place = device_of(device)
@@ -338,7 +338,7 @@ def open_model(
     tie(built)
     init_buffers(built, place)
     with progress_bar("reading weights", "bytes", total) as bar:
-        found.weights.fill(built, moved=bar.advance)
+        found.fill(built, whole, bar.advance)
     return OpenModel(
         built.eval(), found.tokenizer, found.config, found.context, found.path, found.step,
         found.end_ids, kind, place,

@@ -2,8 +2,8 @@
 Hugging Face folder, adapters with their base, or any other format that `overland convert` reads.
 Nothing is converted on disk: weights go straight from their files into the model.
 
-`find_model` identifies the model at a path without reading weights. Callers build it and fill it
-from its `weights`: `open_model` (main.py) on one device, `open_on_ranks` (ranks.py) on several.
+`find_model` identifies the model at a path without reading weights. Callers `build` and `fill` it:
+`open_model` (main.py) on one device, `open_on_ranks` (ranks.py) on several.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from overland.config.schema import Checkpoint, Data, JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import GENERATION, companions_in
 from overland.errors import CheckpointError, DataError, ModelError
-from overland.files import Moved, ignore, read_object
+from overland.files import Moved, read_object
 from overland.models.build import build_undivided
 from overland.models.config import DecoderConfig
 from overland.models.flops import sample_fields
-from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
+from overland.models.init import LocalPart, persistent_buffers, plain_name
 from overland.models.registry import build_model, model_config, read_hf_config
 from overland.models.structure import ties_of
 from overland.models.weights import load_hf
@@ -74,15 +74,16 @@ class OpenModel:
 
 @dataclass(frozen=True)
 class Found:
-    """The model found at a path: how to build it (on the meta device, if the caller wants) and
-    where its weights are."""
+    """The model found at a path: how to build it (on the meta device, if the caller wants) and how
+    to fill it with its weights."""
 
     path: Path
     step: int | None
     config: JobConfig | None
     architecture: Any
     build: Callable[[], nn.Module]
-    weights: RunWeights | FileWeights
+    fill: Callable[[nn.Module, LocalPart, Moved], None]
+    """Fills an allocated model, or the parts of it that are on this rank."""
     tokenizer: Tokenizer
     context: int
     end_ids: tuple[int, ...]
@@ -167,7 +168,7 @@ def _in_run(run: Path, checkpoint: Path | None, given: Given) -> Found:
         config,
         architecture,
         lambda: build_undivided(architecture, config.having(changes)),
-        RunWeights(checkpoint, given.base),
+        partial(_fill_from_run, checkpoint, given.base),
         tokenizer,
         context,
         _end_of(tokenizer),
@@ -254,7 +255,7 @@ def _in_files(path: Path, given: Given) -> Found:
         None,
         architecture,
         lambda: build_model(architecture),
-        FileWeights(source),
+        partial(_fill_from_files, source),
         tokenizer,
         architecture.max_position_embeddings,
         _end_ids(source, tokenizer),
@@ -365,45 +366,38 @@ def _end_of(tokenizer: Tokenizer) -> tuple[int, ...]:
     return (tokenizer.eos_id,) if tokenizer and tokenizer.eos_id is not None else ()
 
 
-@dataclass(frozen=True)
-class RunWeights:
-    """Weights of a run's checkpoint. `base` is where to look for frozen weights that it omits."""
-
-    checkpoint: Path
-    base: Path | None = None
-
-    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
-        """Fills an allocated model, or the parts of it that are on this rank."""
-        named = {plain_name(name): one.detach() for name, one in model.named_parameters()}
-        with open_checkpoint(self.checkpoint, moved) as saved:
-            require_readable(saved)
-            origin = Origin.from_json(saved.run)
-            if origin is not None:
-                folder = origin.find([self.base] if self.base is not None else [])
-                load_hf(model, folder, local_part, False, moved, only=origin.names)
-                named = {name: one for name, one in named.items() if name not in origin.names}
-            state = {MODEL + name: one for name, one in named.items()}
-            buffers = {MODEL + name: one for name, one in persistent_buffers(model).items()}
-            state |= {name: one for name, one in buffers.items() if name in saved.tensors}
-            fill(saved, state)
+def _fill_from_run(
+    checkpoint: Path, base: Path | None, model: nn.Module, local_part: LocalPart, moved: Moved
+) -> None:
+    """Fills a model from a run's checkpoint. `base` is where to look for frozen weights that it
+    omits."""
+    named = {plain_name(name): one.detach() for name, one in model.named_parameters()}
+    with open_checkpoint(checkpoint, moved) as saved:
+        require_readable(saved)
+        origin = Origin.from_json(saved.run)
+        if origin is not None:
+            folder = origin.find([base] if base is not None else [])
+            load_hf(model, folder, local_part, False, moved, only=origin.names)
+            named = {name: one for name, one in named.items() if name not in origin.names}
+        state = {MODEL + name: one for name, one in named.items()}
+        buffers = {MODEL + name: one for name, one in persistent_buffers(model).items()}
+        state |= {name: one for name, one in buffers.items() if name in saved.tensors}
+        fill(saved, state)
 
 
-@dataclass(frozen=True)
-class FileWeights:
-    """Weights in files of any format, with adapters merged."""
-
-    source: LazyCheckpoint
-
-    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
-        weights, ties = self.source.weights(), ties_of(model)
-        buffers = {n: b for n, b in persistent_buffers(model).items() if n in weights}
-        named = {plain_name(name): one for name, one in model.named_parameters()} | buffers
-        alike = {owner: tied for tied, owner in ties.items()}
-        with counting(moved), torch.no_grad():
-            for name, tensor in named.items():
-                owner = ties.get(name, name)
-                found = weights.get(owner) or weights.get(alike.get(owner, ""))
-                target, offsets, shape = local_part(tensor)
-                lazy = require_weight(self.source.folder, name, found, shape)
-                if target.numel():
-                    target.copy_(lazy.load_box(offsets, target.shape))
+def _fill_from_files(
+    source: LazyCheckpoint, model: nn.Module, local_part: LocalPart, moved: Moved
+) -> None:
+    """Fills a model from files of any format, with adapters merged."""
+    weights, ties = source.weights(), ties_of(model)
+    buffers = {n: b for n, b in persistent_buffers(model).items() if n in weights}
+    named = {plain_name(name): one for name, one in model.named_parameters()} | buffers
+    alike = {owner: tied for tied, owner in ties.items()}
+    with counting(moved), torch.no_grad():
+        for name, tensor in named.items():
+            owner = ties.get(name, name)
+            found = weights.get(owner) or weights.get(alike.get(owner, ""))
+            target, offsets, shape = local_part(tensor)
+            lazy = require_weight(source.folder, name, found, shape)
+            if target.numel():
+                target.copy_(lazy.load_box(offsets, target.shape))

@@ -23,6 +23,7 @@ from overland.apps.evaluation.documents import Ids
 from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.errors import ModelError
+from overland.files import ignore
 from overland.models.decoder import Decoder
 from overland.models.init import cast_floats, init_buffers
 from overland.models.structure import tie
@@ -108,7 +109,7 @@ def open_on_ranks(
     model.to_empty(device=device)
     tie(model)
     init_buffers(model, device)
-    found.weights.fill(model, local_part)
+    found.fill(model, local_part, ignore)
     if mesh is None:
         return RankedModel(model.eval(), device, part=world.rank, num_parts=world.size)
     return RankedModel(
