@@ -39,7 +39,7 @@ from overland.apps.hub.snapshot import (
     write_snapshot,
 )
 from overland.config.load import parts_of
-from overland.errors import HubError
+from overland.errors import DataError, HubError
 from overland.files import publish, sync
 from overland.words import size
 
@@ -217,7 +217,6 @@ def subset_of(
     """Returns the files of the subsets, according to the README or the folders. The README is read
     before anything is written, so a misspelled name leaves nothing behind."""
     from overland.data.sources.huggingface import subset_files
-    from overland.errors import DataError
 
     with tempfile.TemporaryDirectory() as place:
         page = files.get("README.md")
