@@ -173,8 +173,6 @@ def _explain(error: Exception, repo: Repo) -> str | None:
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # the client wraps the cause of a failed upload
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set: unset it on a machine with a network, such as a login node"
     if isinstance(error, errors.HFValidationError):
         return f"{repo.name!r} is not a valid repository name: expected OWNER/NAME"
     if isinstance(error, errors.GatedRepoError):
