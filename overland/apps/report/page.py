@@ -171,13 +171,7 @@ def parts_of(run: RunReport, level: str) -> dict[str, str]:
         "mixture": mixture(run, level) if run.mixture.sources or run.mixture.note else "",
         "scores": scores(run, level) if run.scores else "",
         "samples": html("samples", run, level) if run.samples else "",
-        "config": html(
-            "config",
-            run,
-            level,
-            [one for one in run.settings if one.differs],
-            [one for one in run.settings if not one.differs],
-        ),
+        "config": html("config", run, level),
         "environment": html("facts", "Environment", run.environment, level),
         "resume": resume(run, level),
     }
