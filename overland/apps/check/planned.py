@@ -4,7 +4,6 @@ machine has the memory for it."""
 from __future__ import annotations
 
 import warnings
-from math import prod
 from typing import Any
 
 import torch
@@ -18,17 +17,12 @@ from overland.apps.check.fake_step import (
 )
 from overland.apps.check.rehearsal import known_steps
 from overland.apps.console.opening import binary_size, lines_of_plan, run_in_words
-from overland.apps.console.readme import strategy_in_words
+from overland.apps.console.readme import all_and_trained, strategy_in_words
 from overland.checks.own_model import left_out, require_order
 from overland.config.derived import model_name, resolve_degrees, resolve_dtype, rows_per_step
 from overland.config.schema import JobConfig, Parallelism
 from overland.errors import TrainingError
-from overland.models.flops import (
-    causal_flops_per_token,
-    count_parameters,
-    measure_of,
-    trained_parameters,
-)
+from overland.models.flops import causal_flops_per_token, measure_of
 from overland.models.registry import model_config
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
@@ -87,9 +81,7 @@ class PlannedRun:
     def to_json(self) -> Facts:
         config, measure, steps = self.config, self.measure, self.steps
         unit, per_step = measure.unit, self.rows * measure.per_row
-        total = count_parameters(self.architecture).total
-        shapes = trained_parameters(self.architecture, config.lora, config.model.freeze)
-        trained = sum(map(prod, shapes.values()))
+        total, trained = all_and_trained(config, self.architecture)
         shared = config.comm.ranks_per_device
         flops = {
             f"flops_per_{unit[:-1]}": measure.flops,

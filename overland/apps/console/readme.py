@@ -159,10 +159,14 @@ def strategy_in_words(d: Degrees) -> str:
     return text[0].upper() + text[1:] + "."
 
 
-def parameters_in_words(config: JobConfig, architecture: Any) -> str:
-    total = count_parameters(architecture).total
+def all_and_trained(config: JobConfig, architecture: Any) -> tuple[int, int]:
+    """Counts the parameters, and those of them that are trained."""
     shapes = trained_parameters(architecture, config.lora, config.model.freeze)
-    trained = sum(map(prod, shapes.values()))
+    return count_parameters(architecture).total, sum(map(prod, shapes.values()))
+
+
+def parameters_in_words(config: JobConfig, architecture: Any) -> str:
+    total, trained = all_and_trained(config, architecture)
     if not config.lora.rank:
         of_them = f", of which {trained:,} are trained" if trained != total else ""
         return f"{total:,} parameters{of_them}"
