@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from overland.apps.hub.snapshot import BLOCK
 from overland.cluster.script import SHORTEST_SECRET
 from overland.config.paths import SECRET
 from overland.errors import HubError
@@ -42,6 +41,7 @@ KEYS = [
     ]
 ]
 LONGEST_KEY = 128
+BLOCK = 1 << 22  # bytes read at a time
 
 
 def refuse_secret_files(folder: Path, files: list[str]) -> None:

@@ -28,7 +28,6 @@ from overland.words import control_character
 OWN = ".overland"
 LIST = f"{OWN}/snapshot.json"
 VERSION = 1
-BLOCK = 1 << 22
 THREADS = 8  # files at a time, as the Hub's own client does
 LARGEST = 2**50  # bytes of a file: a petabyte; no Hub accepts more than a thousandth of that
 # Git identifies blobs by SHA-1, or by SHA-256 in repositories configured for it.
@@ -67,9 +66,7 @@ def hash_of(path: Path, like: str) -> str:
     if kind == "git":
         digest.update(f"blob {path.stat().st_size}\0".encode())
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return f"{kind}:{digest.hexdigest()}"
+        return f"{kind}:{hashlib.file_digest(file, lambda: digest).hexdigest()}"
 
 
 @dataclass
