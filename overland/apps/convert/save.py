@@ -93,5 +93,4 @@ def _config(module: torch.nn.Module) -> dict[str, Any]:
             f"{type(module).__name__} has no config with its own to_hf(), which describes the "
             "model (docs/extending.md)"
         )
-    found: dict[str, Any] = config.to_hf()
-    return found
+    return config.to_hf()

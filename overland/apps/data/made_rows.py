@@ -138,8 +138,7 @@ class ShapeImages(ImageSet):
             inside = (np.abs(along) < size) & (np.abs(across) < size * thin)
         else:
             inside = np.abs(across) < size / 4
-        found: npt.NDArray[np.bool_] = inside
-        return found
+        return inside
 
 
 class RandomImages(ImageSet):

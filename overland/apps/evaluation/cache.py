@@ -66,8 +66,7 @@ class CachedAttention(nn.Module):
         if mask.is_start:
             k_BKTd[:, :, : k_BKSd.shape[2]] = k_BKSd
             v_BKTd[:, :, : v_BKSd.shape[2]] = v_BKSd
-            out: Tensor = self.plain(q_BHSd, k_BKSd, v_BKSd, mask.plain[self.window])
-            return out
+            return self.plain(q_BHSd, k_BKSd, v_BKSd, mask.plain[self.window])
         rows_B = torch.arange(q_BHSd.shape[0], device=q_BHSd.device)
         k_BKTd[rows_B, :, mask.lengths_B] = k_BKSd[:, :, 0]
         v_BKTd[rows_B, :, mask.lengths_B] = v_BKSd[:, :, 0]
@@ -204,8 +203,7 @@ class CachedDecoder:
         cast(CachedMasks, self.model.model.masks).current = one
         hidden_BSD = self.model.model(tokens_BS, positions_BS)
         rows_B = torch.arange(len(tokens_BS), device=self.device)
-        logits_BV: Tensor = self.model.lm_head(hidden_BSD[rows_B, place_B])  # type: ignore[misc]
-        return logits_BV
+        return self.model.lm_head(hidden_BSD[rows_B, place_B])  # type: ignore[misc]
 
 
 def release(model: Decoder) -> None:

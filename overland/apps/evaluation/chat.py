@@ -40,8 +40,7 @@ def prompt_of(
     if template is None:
         raise NoTemplate
     pieces = template.write_prompt(turns if template.takes_parts else joined(turns), tools)
-    ids: list[int] = opened.tokenizer.encode_pieces(pieces)[0].tolist()
-    return ids
+    return opened.tokenizer.encode_pieces(pieces)[0].tolist()
 
 
 def ends_of(opened: OpenModel) -> tuple[int, ...]:

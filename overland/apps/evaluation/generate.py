@@ -302,8 +302,7 @@ class Readback:
     def read(self) -> list[int]:
         if self.event is not None:
             self.event.synchronize()
-        found: list[int] = self.tokens_B.tolist()
-        return found
+        return self.tokens_B.tolist()
 
 
 class PlainRows:

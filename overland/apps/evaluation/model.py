@@ -90,8 +90,7 @@ class Found:
 
     @property
     def vocab_size(self) -> int | None:
-        found: int | None = getattr(self.architecture, "vocab_size", None)
-        return found
+        return getattr(self.architecture, "vocab_size", None)
 
 
 @dataclass(frozen=True)

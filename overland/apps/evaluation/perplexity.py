@@ -212,8 +212,7 @@ def row_losses(ranked: RankedModel, rows: Sequence[WindowRow]) -> list[float]:
         sums_B = losses_N.view(labels_BS.shape).double().sum(1)
     if not bool(sums_B.isfinite().all()):
         raise ModelError("the model's predictions are not finite: its weights are broken")
-    found: list[float] = sums_B.tolist()
-    return found
+    return sums_B.tolist()
 
 
 class RowLosses:

@@ -332,5 +332,4 @@ def numbers_of(runs: Sequence[RunReport]) -> dict[str, Any]:
         "runs": [run.to_json() for run in runs],
         "charts": charts_to_json(charts_of(runs), differences=False),
     }
-    value: dict[str, Any] = finite(found)
-    return value
+    return finite(found)

@@ -76,8 +76,7 @@ class LazyCheckpoint:
     @property
     def own_model(self) -> str | None:
         """The config class of a run's model, if a user registered it."""
-        name: str | None = (self.extras.get("run") or {}).get("own_model")
-        return name
+        return (self.extras.get("run") or {}).get("own_model")
 
     def read(self, name: str) -> Tensor:
         """Returns the whole tensor, on the CPU."""
