@@ -144,16 +144,15 @@ def _loss(runs: Sequence[RunReport]) -> Chart:
     chart = Chart("loss", "Training loss", note=_bins_in_words(fine, coarse))
     several = len(runs) > 1
     for number, run in enumerate(runs):
-        color = number if several else 0
         prefix = prefix_of(run, several)
         steps, losses = run.lines.logged.points("loss")
         odd = _odd(run.lines.logged, "loss")
-        raw = Line(f"{prefix}each step logged", number, color, "raw", steps, losses, odd,
+        raw = Line(f"{prefix}each step logged", number, number, "raw", steps, losses, odd,
                    not several or fine == 1)  # fmt: skip
         mean = Line(
-            f"{prefix}mean of {fine:,} steps", number, color, "mean", *means(steps, losses, fine)
+            f"{prefix}mean of {fine:,} steps", number, number, "mean", *means(steps, losses, fine)
         )
-        trend = Line(f"{prefix}mean of {coarse:,} steps", number, color if several else 1, "trend",
+        trend = Line(f"{prefix}mean of {coarse:,} steps", number, number if several else 1, "trend",
                      *means(steps, losses, coarse), shown=not several)  # fmt: skip
         chart.lines += [raw, *([mean] if fine > 1 else ()), *([trend] if coarse > 1 else ())]
         for line in _lost(run, number, f"{prefix}lost steps"):
@@ -282,7 +281,5 @@ def _scores(runs: Sequence[RunReport]) -> list[Chart]:
 
 
 def _odd(columns: MetricColumns, name: str) -> list[tuple[int, str]]:
-    words = {True: "NaN"}
-    return [
-        (step, words.get(value != value, "infinite")) for step, value in columns.odd.get(name, [])
-    ]
+    odd = columns.odd.get(name, [])
+    return [(step, "NaN" if np.isnan(value) else "infinite") for step, value in odd]
