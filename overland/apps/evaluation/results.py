@@ -95,10 +95,9 @@ class Kept:
         self.path = place / f"{label}-{self.key}.json"
         self.parts = place / f".{label}-{self.key}.parts"
         self.others = f".{label}-*.parts"
-        self._report, self._file, self._again = report, None, again
+        self._report, self._again = report, again
+        self._file: BinaryIO | None = None
         self._is_off = False
-
-    _file: BinaryIO | None
 
     def result(self) -> Record | None:
         """Returns the saved result of an evaluation with the same key, and reports it."""
