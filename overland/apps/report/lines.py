@@ -115,8 +115,6 @@ class Lines:
         self.logged, self.lost = MetricColumns(), MetricColumns()
         """Steps that count, and undone ones in the order in which they were logged."""
         self.held_out: dict[str, MetricColumns] = {}
-        self.version = 0
-        """Increases whenever something new was read."""
 
     def read_on(
         self, progress: Callable[[float, float], object] = lambda done, total: None
@@ -126,14 +124,12 @@ class Lines:
             if is_other:
                 self.logged, self.held_out = MetricColumns(), {}
             self._take(parse(lines))
-            self.version += 1
             read += sum(map(len, lines))
             progress(read, read + to_come)
         for lines, _, is_other in self._undone_tail.chunks():
             if is_other:
                 self.lost = MetricColumns()
             self.lost.append([record for record in parse(lines) if "loss" in record])
-            self.version += 1
 
     def _take(self, records: Iterable[Record]) -> None:
         logged = []

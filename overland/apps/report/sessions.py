@@ -129,18 +129,14 @@ class RunStory:
     def __init__(self, run: Path) -> None:
         self._tail, self._events = Tail(run / SESSIONS), Events(run)
         self._lines: list[Event] = []
-        self.version = 0
 
     def read_on(self) -> None:
-        known = len(self._events.all)
         self._events.read_on()
-        self.version += len(self._events.all) != known
         for lines, _, is_other in self._tail.chunks():
             if is_other:
                 self._lines.clear()
             events = map(parse_event, lines)
             self._lines += [one for one in events if one is not None and _time(one)]
-            self.version += 1
 
     def sessions(self, lines: Lines, is_alive: bool) -> list[ReportedSession]:
         """Returns all sessions in order; the last one is still running if the run `is_alive`."""

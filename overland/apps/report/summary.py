@@ -135,10 +135,6 @@ class RunReader:
         self.lines.read_on(progress)
         self.story.read_on()
 
-    @property
-    def version(self) -> tuple[int, int]:
-        return self.lines.version, self.story.version
-
     def report(self, patience: float = 0.0) -> RunReport:
         status = self.watch.look(patience)
         status.step = max(status.step, self.lines.logged.last_step, 0)
