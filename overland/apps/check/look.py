@@ -44,9 +44,8 @@ class Untrained:
 
 @dataclass(frozen=True)
 class Beginning:
-    """A source, and what is known about it from its first documents."""
+    """What is known about a source from its first documents."""
 
-    source: Source
     arrays: Arrays | None
     documents: int | None = None
     """Their number, if these are all."""
@@ -67,7 +66,7 @@ def look_at(wanted: WantedSource, opener: Opener) -> AnyCorpus | Beginning:
             opener.preparer.report(
                 f"note: {name} has {len(source):,} images, less than a batch of {batch:,}"
             )
-        return Beginning(source, Arrays.declared(name, source.fields))
+        return Beginning(Arrays.declared(name, source.fields))
     return _beginning(wanted, source, opener)
 
 
@@ -117,7 +116,7 @@ def _beginning(wanted: WantedSource, source: Source, opener: Opener) -> Beginnin
         preparer.report(
             f"note: {name} has {more}{tokens:,} {layout.unit}, less than a batch of {batch:,}"
         )
-    return Beginning(source, layout.arrays, documents if is_all else None, layout.kind)
+    return Beginning(layout.arrays, documents if is_all else None, layout.kind)
 
 
 def count_shards(source: Source, shard_documents: int) -> int:

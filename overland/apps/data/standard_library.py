@@ -24,7 +24,6 @@ class StandardLibrary(FileSource):
     format = "stdlib"
 
     def __init__(self, held_out: bool = False, part: tuple[int, int] = (0, 1)) -> None:
-        self.held_out = held_out
         root, modules = library_modules()
         files = [path for i, path in enumerate(modules) if (i % HELD_OUT_EVERY == 0) == held_out]
         # Some __init__.py are empty, and a document without tokens is an error.
