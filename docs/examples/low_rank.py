@@ -1,5 +1,5 @@
-"""Low-rank adapters (Hu et al. 2021): the model's own weights are frozen, and beside each matrix of
-a block two small ones are trained. The config: [model.transforms.low_rank] rank = 4."""
+"""Low-rank adapters (Hu et al. 2021): the model's own weights are frozen, and two small matrices
+are trained next to each one of a block. The config: [model.transforms.low_rank] rank = 4."""
 
 from functools import cache
 

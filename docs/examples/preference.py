@@ -1,5 +1,5 @@
-"""Preference pairs (Rafailov et al. 2023): of two consecutive rows, the first is to become more
-likely than the second, as compared with a reference: here the same model without its adapters."""
+"""Preference pairs (Rafailov et al. 2023): of two consecutive rows, the first should become more
+likely than the second, compared with a reference: here the same model without its adapters."""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,4 @@
-"""What may change at a resume: each key has one rule, and the docs show the same table."""
+"""What may change on resume: each key has one rule, and the docs show the same table."""
 
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,11 @@ from tests.checks.test_effect import every_key
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TABLES = {"refused": REFUSED, "fixed": FIXED, "noted": NOTED}
 WORDS = {
-    "refused": "What would train another function than the checkpoint holds, or has no effect on "
-    "a run that has begun. `checkpoint.allow_changes` allows single keys",
-    "fixed": "What would change the order of the data, or the contents of a source; no key allows "
-    "it",
+    "refused": "Would train something other than what the checkpoint holds, or has no effect once "
+    "a run has begun. `checkpoint.allow_changes` allows single keys",
+    "fixed": "Would change the order of the data, or the contents of a source; no key allows it",
     "noted": "Takes effect at the next step, and the run says so",
-    "free": "Takes effect without a word",
+    "free": "Takes effect silently",
 }
 
 

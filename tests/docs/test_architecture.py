@@ -1,4 +1,4 @@
-"""docs/architecture.md tells the truth: the levels of the house, its files, its dependencies."""
+"""docs/architecture.md is correct: the levels of the packages, their files, their dependencies."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def list_of_files() -> str:
         name = str(folder.relative_to(PACKAGE))
         if not files or name.startswith("scripts"):
             continue
-        lines += ["", f"### `{name}/`" if name != "." else "### The ground", ""]
+        lines += ["", f"### `{name}/`" if name != "." else "### The foundation", ""]
         if name != ".":
             lines += [first_sentence(folder / "__init__.py"), ""]
         lines += ["| | |", "|---|---|"]

@@ -51,5 +51,5 @@ def test_the_install_page_installs_the_wheel_that_the_project_makes() -> None:
 
 def test_the_readme_promises_the_same_bits_in_the_same_layout_alone() -> None:
     text = (ROOT / "README.md").read_text()
-    assert "the same layout resumes with the same bits; any other layout, to rounding" in text
+    assert "resumes bit for bit in the same layout, and up to rounding in any other" in text
     assert "bit-equal" not in text
