@@ -1,5 +1,5 @@
-"""Checks what a program passes to the public functions: each returns the argument, or raises one
-sentence that names it."""
+"""Checks the arguments of the public functions: each check returns the argument, or raises an error
+that names it."""
 
 from __future__ import annotations
 

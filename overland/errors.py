@@ -1,5 +1,4 @@
-"""The errors that users see, and the kind of each, by which a chain of jobs decides whether to try
-again.
+"""The errors that users see, and the kind of each, which tells a chain of jobs whether to retry.
 
 Every error of ours is a sentence for the user. Its kind tells a job chain what to do: an error that
 would happen again on any node ends the chain when it occurs twice; an error of unknown kind never

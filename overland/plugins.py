@@ -1,7 +1,6 @@
-"""What lower layers use of the applications above them, found by name and imported when first
-needed; and optional packages, whose absence is an error that names the extra to install. A run that
-needs none of the applications neither loads nor depends on them.
-"""
+"""What lower layers use from the applications above them, found by name and imported when first
+needed; and optional packages, which raise an error that names the extra to install if they are
+missing. A run that needs none of the applications neither loads nor depends on them."""
 
 from __future__ import annotations
 

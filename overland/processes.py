@@ -1,5 +1,5 @@
-"""Processes: starting our own, identifying this one, whether another still runs, and the limit of
-open files."""
+"""Processes: starting our own, identifying this one, checking whether another still runs, and the
+limit of open files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Refuses a user's own model whose blocks do not run as its `structure()` says, by which a pipeline
-is split, and finds the matrices that transforms or the optimizer leave out. Both show when the
-model is built on the meta device, which computes nothing.
+"""Refuses a custom model whose blocks do not run as its `structure()` says, which pipelines rely
+on, and finds the matrices that transforms or the optimizer leave out. Both show when the model is
+built on the meta device, which computes nothing.
 
 Its blocks must be called in the order in which `structure()` names them, and pass what it
 describes: a pipeline is split by that description alone, so a wrong order would give wrong results,

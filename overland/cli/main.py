@@ -1,7 +1,6 @@
-"""The `overland` command: lists its verbs, with examples of each, and names the right one for words
-of other tools, such as `finetune`. Each verb is a thin module that imports heavy packages when it
-runs.
-"""
+"""The `overland` command: lists its verbs, with examples of each, and suggests the right one for
+verbs of other tools, such as `finetune`. Each verb is a thin module that imports heavy packages
+when it runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`overland submit`: checks the config for a chain of Slurm jobs, decides which variables and
-packed Python the jobs take along, and submits or prints their script.
+packed Python the jobs get, and submits or prints their script.
 
 Also here: `overland env`, which prints the one-time setup script for a cluster, and `overland
 supervise`, which job scripts use to start and watch the ranks.

@@ -1,8 +1,7 @@
-"""What shows runs: `overland watch`, the live loop in a terminal, of one run at a time, with its
-keys and exit codes, or a served page; `overland ls`, which prints a list of runs; and `overland
-report`, which writes an HTML page, SVG plots or JSON about one or more runs, made by `apps/report/`
-from their folders alone.
-"""
+"""Shows runs: `overland watch`, a live view of one run in the terminal, with its keys and exit
+codes, or a served page; `overland ls`, which prints a list of runs; and `overland report`, which
+writes an HTML page, SVG plots or JSON about one or more runs, made by `apps/report/` from their
+folders alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The paths in a config: their variables and home folders (`$SCRATCH/x`, `${SCRATCH}/x`, `~/x`),
-and those of a run that is resumed from another folder than the one it was started in.
+and those of a run that is resumed from a different folder than it was started in.
 
 Variables are resolved once, when a config is loaded. Everything that is written afterwards (the run
 folder's config.toml, the config of a submitted job) holds the resolved path, so that a later

@@ -1,5 +1,5 @@
 """Reads TOML and YAML config files as a flat map from key path to value and place (file and line),
-and decides what of a file the command line replaces.
+and decides which values of a file the command line replaces.
 
 TOML and YAML both become `Entries`, so that nothing after this module depends on the format.
 """

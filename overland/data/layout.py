@@ -1,5 +1,5 @@
 """Lays out the folder of a corpus: decides which chunks form which shard, records the tokenizer and
-marks of the files, and decides whether an existing folder is used again.
+marks of the files, and decides whether an existing folder is reused.
 
 Consecutive chunks form a shard: as many as come closest to `shard_documents` documents or 64 MiB,
 whichever is less. This depends only on the source's list of chunks, so a corpus has the same shards

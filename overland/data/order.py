@@ -1,5 +1,5 @@
 """The order of samples: keyed permutations for shuffling, the number of items in each window, and
-the turns of the sources in a mixture, in exact proportion to their weights (which plan.py has).
+the turns of the sources in a mixture, in exact proportion to their weights (from plan.py).
 
 A Feistel network permutes [0, 4^k); indices that fall outside [0, n) are permuted again until they
 land inside (at most about four times on average). The place of one sample among trillions therefore

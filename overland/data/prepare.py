@@ -1,5 +1,5 @@
 """Prepares the training and validation sets of a config (tokenizer, corpora, plan, sampler), and
-resumes with the plan of a checkpoint, also if sources were renamed or removed.
+resumes with the plan of a checkpoint, even if sources were renamed or removed.
 
 The tokenizer is the model's own, or one that is trained on the text; a built corpus has its own,
 and one that was made with another tokenizer is refused. If the config does not specify whether

@@ -1,5 +1,5 @@
 """The format of a shard, and how it is written and verified: the documents of consecutive chunks as
-token ids or bytes in one file, each with the hash by which `data.holdout` chooses.
+token ids or bytes in one file, each with the hash that `data.holdout` chooses by.
 
     head      64 bytes, see `HEAD`
     tokens    all documents concatenated, little-endian uint16 or uint32, or bytes; padded to

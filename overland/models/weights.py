@@ -1,5 +1,6 @@
 """Loads this rank's slices of a model's weights from a Hugging Face folder of safetensors, and
-decides how rows for new tokens start. Such a folder has one file, or several and an index.
+decides how rows for new tokens are initialized. Such a folder has one file, or several and an
+index.
 
 Only the slice that this rank needs is read, one tensor at a time. Conversions read the same folders
 with `overland.apps.convert.formats.hf`, which also writes them.

@@ -1,6 +1,6 @@
-"""Builds a run: its model, optimizer, data and store, the number of steps if epochs are asked for,
-the state that it starts from, and its callbacks. The model is built on the meta device, made
-parallel and then allocated."""
+"""Builds a run: its model, optimizer, data and store, the number of steps if epochs are set, the
+state that it starts from, and its callbacks. The model is built on the meta device, made parallel
+and then allocated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Detects bad steps (not finite, nothing to learn from, a loss spike), stops after too many, and
-scales the loss in float16; loop.py answers a spike."""
+scales the loss in float16; loop.py reacts to a spike."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The training loop: batch, step, log, validate, save, until the last step or a request to stop;
-and the answer to a loss spike (skip or rewind).
+and the reaction to a loss spike (skip or rewind).
 
 Anything that can take long first enters its phase of the heartbeat, so that an observer knows what
 each rank is doing. A phase lasts until the next one is entered.

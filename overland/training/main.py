@@ -1,5 +1,5 @@
-"""Trains a run from its config to its closing summary: the one way in of `overland train` and of
-`overland.train`.
+"""Trains a run from its config to its closing summary: the single entry point of `overland train`
+and `overland.train`.
 
 `launch` starts the ranks of this machine, each of which calls `train_rank`, as does a process that
 torchrun, srun or mpirun has started: it joins the others, claims the run folder, builds the run

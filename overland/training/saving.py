@@ -1,5 +1,5 @@
-"""When a run saves, how a save that fails is retried, what follows each one, and the writing of the
-ledger of consumed rows.
+"""When a run saves, how a failed save is retried, what happens after each one, and how the ledger
+of consumed rows is written.
 
 A checkpoint is never newer than the ledger: the rows it was trained on are on disk before it is
 saved.

@@ -1,6 +1,5 @@
 """The progress bar and the log lines of training: which metrics they show, in what form and order,
-which give way in a narrow terminal, and the time left.
-"""
+which are dropped in a narrow terminal, and the time left."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Logs metrics to TensorBoard and to Weights & Biases, and decides what becomes of logged points
-that a resumed or rewound run takes back.
-"""
+"""Logs metrics to TensorBoard and to Weights & Biases, and decides what happens to logged points
+that a resumed or rewound run undoes."""
 
 from __future__ import annotations
 

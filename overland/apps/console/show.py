@@ -1,5 +1,5 @@
-"""What the trainer calls to show a run (see plugins.py), and the summary at its end:
-results, where everything is, and what to do next."""
+"""What the trainer calls to display a run (see plugins.py), and the summary at its end: results,
+where everything is, and what to do next."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Builds a corpus ahead of training, with several processes, and in parts if wanted: makes only the
-shards that are missing, so that an interrupted build resumes. Finished shards are kept, and the
-builder that finishes the last one marks the corpus complete.
-"""
+"""Builds a corpus ahead of training, with several processes, and optionally in parts: makes only
+the shards that are missing, so that an interrupted build resumes. Finished shards are kept, and the
+builder that finishes the last one marks the corpus complete."""
 
 from __future__ import annotations
 

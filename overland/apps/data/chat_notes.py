@@ -1,6 +1,5 @@
 """Writes the notes on how a run reads its conversations (shape, template, which turns are learned),
-and on what about them may be a surprise.
-"""
+and on anything about them that may be surprising."""
 
 from __future__ import annotations
 

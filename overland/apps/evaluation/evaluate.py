@@ -1,5 +1,5 @@
 """Runs one evaluation, on every rank: opens the model, measures the perplexity of one dataset after
-another, and saves each result under a key of all that affects it."""
+another, and saves each result under a key of everything that affects it."""
 
 from __future__ import annotations
 

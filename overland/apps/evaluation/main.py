@@ -1,5 +1,5 @@
-"""The way in, for programs: `overland.evaluate`, `generate` and `load_model`. Their arguments are
-also the options of the commands `eval` and `generate`.
+"""The entry point for programs: `overland.evaluate`, `generate` and `load_model`. Their arguments
+are also the options of the commands `eval` and `generate`.
 
 Imports nothing heavy: a command checks its options before it starts ranks or loads a model.
 """

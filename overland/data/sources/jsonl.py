@@ -1,5 +1,5 @@
 """JSON lines, one record per line, or an array of records in a .json file: the documents in them,
-and how a file, also a compressed one, is divided into parts that several processes can read.
+and how a file, compressed or not, is divided into parts that several processes can read.
 
 A part holds the lines that begin in it, so that several processes can share one file and a build
 that is killed keeps the parts it finished. Parts are byte ranges: of the file or, if it is

@@ -1,6 +1,5 @@
-"""Files of text, also compressed: plain text, where a file is a document, and CSV, where a row is a
-record, one of whose values is; and folders that mix these with JSON lines (`jsonl.py`).
-"""
+"""Text files, compressed or not: plain text, where a file is a document; CSV, where a column of
+each row holds one; and folders that mix these with JSON lines (`jsonl.py`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Reads and writes checkpoints of other programs and our own; `__init__.py` lists the formats by
-name, and detects and opens the one that a path has. See docs/convert.md.
+name, and detects and opens the format of a path. See docs/convert.md.
 
 A new format needs a module and a line here, or `register_format` in a module of your own.
 """

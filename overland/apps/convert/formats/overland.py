@@ -1,6 +1,5 @@
-"""Reads and writes our own checkpoints (of a run folder, the newest), adds frozen weights that they
-leave out, and makes the adapter_config.json of a run's adapters.
-"""
+"""Reads and writes our own checkpoints (the newest of a run folder), adds frozen weights that they
+leave out, and makes the adapter_config.json of a run's adapters."""
 
 from __future__ import annotations
 
