@@ -41,10 +41,10 @@ def integer(given: Any, name: str, least: int | None = None, most: int | None = 
 
 
 def texts(
-    given: Any, name: str, expected: str = "a text or a list of texts", or_paths: bool = False
+    given: Any, name: str, expected: str = "a string or a list of strings", or_paths: bool = False
 ) -> list[str]:
-    """Returns a list of texts, from one or several; paths count as texts only if the caller says
-    so."""
+    """Returns a list of strings, from one or several; paths count as strings only if the caller
+    says so."""
     one: Any = str | os.PathLike if or_paths else str
     several = [given] if isinstance(given, one) else given
     is_list = isinstance(several, Iterable) and not isinstance(several, bytes | Mapping | Set)

@@ -273,7 +273,7 @@ def checksums_of(path: Path, error: type[Exception]) -> dict[str, int] | None:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as why:
         raise error(
             f"{beside} is damaged ({what_is_wrong(why)}), so the weights next to it cannot be "
-            "verified; delete it to use them all the same"
+            "verified; delete it to use them anyway"
         ) from None
 
 

@@ -86,7 +86,7 @@ def names_no_set(config: JobConfig) -> bool:
     return bool(validation.enable) and not is_named and others
 
 
-MADE = "random tokens and images that are drawn"
+MADE = "random tokens and generated images"
 RULES = [
     # The data
     HiddenBy(

@@ -58,7 +58,7 @@ def report(
 ) -> int:
     """Prints a description of the run and returns the exit code: 0 also if files are still to be
     fetched, or if this machine lacks a backend or memory, since the run may be meant for another; 2
-    if a path does not exist and no command is known to bring it. `is_here`: whether the run would
+    if a path does not exist and no command is known to provide it. `is_here`: whether the run would
     be on this machine alone."""
     from overland.apps.check.rehearsal import require_start
     from overland.checks import load_checked

@@ -47,7 +47,7 @@ def convert(
         max_shard_size: Largest file size, e.g. 500MB.
         names: Key names in a DCP folder: hf or torchtitan.
         key_prefix: Prefix of the weights in a DCP folder; default: model. or none.
-        verify: Afterwards compare hash (of every tensor), logits, or none.
+        verify: What to compare afterwards: hash (of every tensor), logits, or none.
         adapter: Adapters for SOURCE: a PEFT folder, or any checkpoint that has them.
         merge_lora: Merge adapters into the weights.
         custom_import: Module to import first; it may register formats.

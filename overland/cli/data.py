@@ -67,7 +67,7 @@ def preview(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
 ) -> None:
     """Show exactly what the model sees at a step. One color per document, dim where no loss is
-    taken. In conversations, only what is learned is bright, and special tokens are reversed."""
+    taken. In conversations, only learned tokens are bright, and special tokens are highlighted."""
     from overland.apps.dataset import open_step
 
     loaded, batch = open_step(config, list(settings or []), step)
@@ -280,7 +280,7 @@ def summary_lines(summary: SourceSummary) -> Iterator[str]:
     yield f"  {'chunks':<12}{summary.num_chunks:,}"
     bad = f" ({number_of(summary.num_bad, 'bad one')} skipped)" if summary.num_bad else ""
     num_empty = summary.by_power.get(0, 0)
-    empty = f", of which {num_empty:,} empty: skipped in training" if num_empty else ""
+    empty = f", {num_empty:,} of them empty and skipped in training" if num_empty else ""
     yield f"  {'documents':<12}{summary.num_documents:,}{bad}{empty}"
     mean = summary.total / summary.num_documents
     yield (

@@ -35,7 +35,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check the environment, versions, caches and limits. Also starts once without a network."""
+    """Check the environment, versions, caches and limits. Also starts the run once offline."""
     from overland.cluster.site import load_site
 
     findings = []

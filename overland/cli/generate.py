@@ -56,7 +56,7 @@ def generate(
         prompt: Same as PROMPT; repeatable.
         file: File of prompts, one per line, or JSON lines; - is standard input.
         chat: Treat prompts as questions; without prompts, start a conversation.
-        parse_specials: Names of special tokens in PROMPT stand for the tokens (default).
+        parse_specials: Treat names of special tokens in PROMPT as those tokens (default).
         as_json: Print a JSON object per line.
     """
     from overland.apps.evaluation.cache import can_cache
@@ -90,9 +90,7 @@ def generate(
         "(--device)"
     )
     if not can_cache(opened.model):
-        note(
-            "generating without a cache: this model has custom parts, which may look at all tokens"
-        )
+        note("generating without a cache: this model's custom parts may attend to all tokens")
     asked = Asking(
         opened,
         sampling,

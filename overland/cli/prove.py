@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from overland.config.errors import ConfigError
 
 Device = Annotated[
-    str, typer.Option(help="cpu, or cuda: over NCCL, with several ranks on a GPU if need be.")
+    str, typer.Option(help="cpu, or cuda (over NCCL, with several ranks per GPU if needed).")
 ]
 
 RanksPerDevice = Annotated[
     int | None,
     typer.Option(
-        help="Most ranks that may share a GPU; by default as many as a layout needs.",
+        help="Maximum ranks that may share a GPU; default: as many as a layout needs.",
         min=1, show_default=False,
     ),
 ]  # fmt: skip
@@ -50,7 +50,7 @@ app = typer.Typer(help=ABOUT, no_args_is_help=True, rich_markup_mode=None)
 @verb
 def layout(
     config: Annotated[
-        str | None, typer.Argument(help="Config that gives the model, recomputation and compile.")
+        str | None, typer.Argument(help="Config to take model, recomputation and compile from.")
     ] = None,
     layouts: Annotated[
         str, typer.Option(help="Names such as 'pp2xtp2 cp2+documents', or short, all or five.")
@@ -97,7 +97,7 @@ def layout(
         limits = f"{TOLERANCES[dtype]:g} (losses) and {NORM_TOLERANCES[dtype]:g} (gradient norm)"
         if device == "cuda":
             limits = "a few times what one rank differs from itself row by row"
-        end = f" {refused} cannot be trained here, and say why." if refused else ""
+        end = f" {refused} cannot be trained here, for the reasons shown." if refused else ""
         print(f"\n{equal} of {len(todo)} layouts equal one process within {limits}.{end}")
     if wrong:
         print(

@@ -40,7 +40,7 @@ def train(
     Args:
         resume: auto, none, or the path of a checkpoint.
         skip_optimizer: Resume with a fresh optimizer.
-        ranks_per_device: Ranks that share each GPU, to try a layout on few.
+        ranks_per_device: Number of ranks that share each GPU, to try a layout on fewer GPUs.
     """
     end_at_signal("stopped before the first step; nothing to save")
     from overland.cluster.agent import under_watch

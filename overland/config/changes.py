@@ -1,6 +1,6 @@
 """What may change in the config of a run that resumes, key by key. Does not import torch.
 
-A change is one of four things: *refused*, because it would train another function than the
+A change is one of four things: *refused*, because it would train something other than what the
 checkpoint holds; *fixed*, refused by the data, whose order or contents it would change; *noted*; or
 *free*. Every key of the schema is listed here, and docs/train.md shows the same table.
 """
@@ -126,8 +126,8 @@ def refused_changes(
         before: The config that the checkpoint was saved with, as a dictionary.
         after: That of the run.
         architecture: The model's config.json then and now, if it has one: what counts is what the
-            keys of [model] come to.
-        objective: The model's own, which is what `training.objective = "auto"` comes to.
+            keys of [model] resolve to.
+        objective: The model's own, which is what `training.objective = "auto"` resolves to.
         base_is_known: Whether the checkpoint knows the frozen weights by their contents.
     """
     found = [

@@ -219,9 +219,9 @@ def _one_in_words(one: Type) -> str:
             return "a list of " + any_of([show_value(word) for word in item.words], "and")
         if item.section:
             return f"a list of tables with {any_of([*item.section.model_fields], 'and')}"
-        return "a list of texts" if item.kind is str else f"a list {each}"
+        return "a list of strings" if item.kind is str else f"a list {each}"
     if one.kind is dict and one.items:
-        kinds = {str: "texts", Any: "values"}
+        kinds = {str: "strings", Any: "values"}
         return "a table of names and " + kinds.get(one.items[0].kind, "tables")
     names = {str: "text in quotes", bool: "true or false", dict: "a table", list: "a list"}
     if one.kind in names:

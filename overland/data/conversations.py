@@ -242,7 +242,7 @@ def _check_texts(record: Record, columns: Columns) -> None:
     """Rejects texts with more than a prompt and an answer, since no template writes the rest."""
     rest = (columns.system, columns.input, columns.tools if _tools(record, columns) else "")
     if found := [name for name in rest if _value(record, name)]:
-        way_out = "make lists of turns of the texts"
+        way_out = "turn the texts into lists of turns"
         if columns.shape == "completion":
             way_out = 'set sft.shape = "instruction" to use the template'
         raise Undecided(

@@ -73,8 +73,8 @@ def check_countable(wanted: int, name: str, num_shards: int, is_built: bool) -> 
     if not is_built and num_shards > COUNTED_SHARDS:
         raise DataError(
             f"data.holdout = {wanted:,} is a number of documents, which requires all documents to "
-            f"be tokenized before the first step, and {name} is too large for that: set a share, "
-            f"such as data.holdout = 0.01, or build it first with `overland data build`"
+            f"be tokenized before the first step, and {name} is too large for that: set a "
+            f"fraction, such as data.holdout = 0.01, or build it first with `overland data build`"
         )
 
 
@@ -123,7 +123,7 @@ def require_both_sides(name: str, share: float, held_out: int, total: int) -> No
     if total and held_out in (0, total):
         side, fix = ("no document", "raise it") if held_out == 0 else ("every document", "lower it")
         raise DataError(
-            f"data.holdout holds out {side} of {name} (a share of {share:.3g} of {total:,}): "
+            f"data.holdout holds out {side} of {name} (a fraction of {share:.3g} of {total:,}): "
             f"{fix}, or name other data in validation.dataset_path. A text file is one document, "
             f"and copies of a document stay together"
         )
@@ -198,7 +198,7 @@ def foreign_validation(config: JobConfig) -> str | None:
         return None
     return (
         f"validation reads stdlib_heldout, which is not held out of {any_of(list(training), 'and')}"
-        ": set data.holdout = 0.01 to hold out a share of the training data, or set "
+        ": set data.holdout = 0.01 to hold out a part of the training data, or set "
         "validation.dataset_path"
     )
 

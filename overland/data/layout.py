@@ -149,7 +149,7 @@ class CorpusLayout:
         except (ValueError, TypeError, AttributeError, IndexError, OSError):
             raise DataError(
                 f"{self.folder} is damaged: its chunks.jsonl or lines.npy cannot be read; delete "
-                "the folder, and it is made again"
+                "the folder, and it will be rebuilt"
             ) from None
 
     def made(self) -> dict[int, int]:
@@ -317,7 +317,7 @@ def _find(name: str, source: Source, root: Path, request: str, report: Report) -
             if layout.source != str(source.place):  # another folder with the same file names
                 continue
             more = f" (and {len(changed) - 1:,} more)" if len(changed) > 1 else ""
-            report(f"{changed[0]}{more}: {name} is made again")
+            report(f"{changed[0]}{more}: {name} is rebuilt")
     return None
 
 

@@ -271,7 +271,7 @@ class SourceWindows:
         if self.holdout and (self._sizes[:, 0] == 0).all():
             side = "no document" if self.reading.held_out else "every document"
             raise DataError(
-                f"data.holdout holds out {side} of {self.name} (a share of {self.holdout:.3g}): "
+                f"data.holdout holds out {side} of {self.name} (a fraction of {self.holdout:.3g}): "
                 f"change it"
             )
 

@@ -110,7 +110,7 @@ class Replayed(Whole):
                 parameter.grad = None
             warnings.warn(
                 "the step could not be recorded as a CUDA graph, so it runs without one (set "
-                f"compile.cuda_graphs = false to not try): {str(error).splitlines()[0]}",
+                f"compile.cuda_graphs = false to skip this): {str(error).splitlines()[0]}",
                 stacklevel=2,
             )
             return False

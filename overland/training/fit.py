@@ -192,7 +192,7 @@ def require_memory(
         if config.health.check_memory and max(least, likely / MARGIN) > there:
             what = (
                 f"this run needs about {max(least, likely) / GIB:.1f} GiB on {where}, which has "
-                f"{there / GIB:.1f} GiB; health.check_memory=false starts it all the same"
+                f"{there / GIB:.1f} GiB; health.check_memory=false starts it anyway"
             )
             raise TrainingError(with_ways_out(what, config, degrees, device))
 

@@ -70,7 +70,7 @@ def load_config(source: str | Path, *settings: str | Sequence[str]) -> JobConfig
     """
     from overland.checks import load_checked
 
-    expected = "texts such as 'training.steps=20'"
+    expected = "strings such as 'training.steps=20'"
     given = [text for one in settings for text in texts(one, "settings", expected)]
     path_of(source, "source")
     return load_checked(str(source), given, waive=("missing", "machine"))[0].config

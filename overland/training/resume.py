@@ -116,8 +116,8 @@ def adopted(run: Run, path: Path, report: Report) -> Path:
 
 
 def preparer_for(config: JobConfig, folder: RunFolder) -> Preparer:
-    """Returns how to prepare the data of a run: as the run that is resumed, if there is one, began
-    (its tokenizer, the share that each source holds out, what is added around documents)."""
+    """Returns how to prepare the data of a run. A resumed run keeps what it began with: its
+    tokenizer, the share that each source holds out, and what is added around documents."""
     own = config.checkpoint.resume == "auto" and committed(folder.checkpoints)
     run = _resumed(config.checkpoint, folder)
     return Preparer(
@@ -221,7 +221,7 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
 def check_changes(
     path: Path, facts: Mapping[str, Any], config: JobConfig, architecture: Any
 ) -> list[str]:
-    """Raises if the config would train another function than the checkpoint holds; returns notes
+    """Raises if the config would train something other than the checkpoint holds; returns notes
     about the changes that are allowed."""
     ours = None if lacks_hf_form(architecture) else architecture.to_hf()
     before, after = facts.get("config") or {}, config.model_dump(mode="json")
@@ -257,7 +257,7 @@ def naming_keys(facts: Mapping[str, Any], config: JobConfig) -> Iterator[None]:
 
 
 def check_same_start(run: Run, facts: Mapping[str, Any], path: Path) -> None:
-    """Raises if the run would start from other weights than those that the objective saw
+    """Raises if the run would start from weights other than those that the objective saw
     originally."""
     saved = facts.get("start_marks") or {}
     for name, mark in saved.items():

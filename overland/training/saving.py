@@ -45,8 +45,8 @@ those."""
 
 
 def prepare_saves(run: Run, report: Callable[[str], None]) -> None:
-    """Lets rank 0 write what belongs next to each checkpoint, also what an earlier session was
-    killed before writing: adapters in PEFT's format, links named by time."""
+    """Lets rank 0 write what belongs next to each checkpoint, including what an earlier session did
+    not get to: adapters in PEFT's format, links named by time."""
 
     def adapters(newest: Path | None = None, moved: Moved = ignore) -> None:
         in_fallback = run.store.folder == run.folder.fallback
@@ -170,7 +170,7 @@ def retry_final_save(
 
 
 def is_told_to_end(stop: StopRequest, asked: int, seconds: float) -> bool:
-    """Waits; returns early and True if any rank is told to end once more."""
+    """Waits; returns True early if any rank is asked to end again."""
     until = time.monotonic() + seconds
     while not stop.any_rank(stop.num_ends > asked):
         if from_first_rank(time.monotonic() >= until):

@@ -88,7 +88,7 @@ def _compare_with_the_best(run: Run, loss: float) -> None:
         progress.best_validation_loss = math.inf
         words = (
             "note: validation_loss is now measured on other data or sequences than before, so the "
-            "best checkpoint is chosen anew; the best one so far is kept too"
+            "best checkpoint is chosen again; the best one so far is kept too"
         )
         run.call("on_message", words)
     progress.validated_on = mark

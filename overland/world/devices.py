@@ -220,7 +220,7 @@ def mps_note(env: MutableMapping[str, str] = os.environ) -> str:
     if (pipes / "control").exists():
         return ""
     return (
-        "the ranks take turns on their device; start `nvidia-cuda-mps-control -d` before to let "
+        "the ranks take turns on their device; start `nvidia-cuda-mps-control -d` first to let "
         "them compute side by side"
     )
 

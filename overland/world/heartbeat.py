@@ -234,9 +234,9 @@ def behind(places: Mapping[int, tuple[int, Phase]]) -> list[int]:
 
 
 def _may_be_ahead(least: tuple[int, Phase], other: tuple[int, Phase]) -> bool:
-    """Whether a rank may have come to the lesser place after the other one: it returns to building
-    after it has loaded a checkpoint or computed a reference, and to an earlier step after a loss
-    spike, which it answers in the phase of saving."""
+    """Whether a rank that looks behind may in fact be ahead: it returns to building after it has
+    loaded a checkpoint or computed a reference, and to an earlier step after a loss spike, which it
+    handles in the phase of saving."""
     if least[0] < other[0]:
         return other[1] is Phase.SAVING
     return least[1] is Phase.BUILDING and other[1] in (Phase.LOADING, Phase.VALIDATING)

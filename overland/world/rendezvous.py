@@ -196,7 +196,7 @@ def _users_secret(env: Mapping[str, str]) -> str:
             f"({error}): set {SECRET} to {SHORTEST_SECRET} or more random characters, the same for "
             "all ranks"
         ) from None
-    problem, way_out = "", "delete it (it is made again)"
+    problem, way_out = "", "delete it (a new one is created)"
     if facts.st_uid != os.getuid():
         problem = f"belongs to another user (uid {facts.st_uid}, this process has {os.getuid()})"
         way_out = "set XDG_CONFIG_HOME to a folder of your own"

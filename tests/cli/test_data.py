@@ -41,7 +41,7 @@ def test_inspect_shows_counts_a_histogram_and_samples(tmp_path: Path) -> None:
     ).stdout
     assert "kind        text, column words" in page
     assert "columns     words (string), id (int)" in page
-    assert "documents   6, of which 1 empty: skipped in training\n" in page
+    assert "documents   6, 1 of them empty and skipped in training\n" in page
     assert "characters  219 (shortest 0, mean 36, longest 200)" in page
     rows = [line.split() for line in page.splitlines() if " to " in line]
     counts = {(first, last): int(count) for first, _, last, count, *_ in rows}

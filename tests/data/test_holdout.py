@@ -1,4 +1,4 @@
-"""Documents that are kept out of training: which they are, and who reads them."""
+"""Documents that are kept out of training: which ones, and who reads them."""
 
 import contextlib
 import itertools
@@ -280,7 +280,7 @@ def test_a_number_is_refused_if_too_many_documents_would_be_tokenized_first(
 ) -> None:
     text = write_lines(tmp_path / "text", 20, 2)
     config = config_of(text, tmp_path / "data", tokenizer, 3, window_documents=16)
-    with pytest.raises(DataError, match=r"data\.holdout = 3 .* text is too large .* share"):
+    with pytest.raises(DataError, match=r"data\.holdout = 3 .* text is too large .* fraction"):
         training_data(config, 4, None, Preparer())
     settings = {
         "training.dataset_path": text,
@@ -315,7 +315,7 @@ def test_a_side_without_documents_is_refused_before_the_first_step(
 ) -> None:
     text = write_lines(tmp_path / "text", 1, 40)
     config = config_of(text, tmp_path / "data", tokenizer, share)
-    with pytest.raises(DataError, match=rf"data\.holdout holds out {side} of text \(a share"):
+    with pytest.raises(DataError, match=rf"data\.holdout holds out {side} of text \(a fraction"):
         training_data(config, 4, None, Preparer())
 
 

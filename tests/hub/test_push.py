@@ -122,11 +122,11 @@ def test_a_file_of_secrets_is_known_by_its_name(hub: Hub, folder: Path, name: st
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("hf_" + "a1B2" * 9, "a token of Hugging Face"),
-        ("key = AKIA" + "A1B2" * 4 + "\n", "a key of AWS"),
-        ('"AIza' + "x-_1a" * 7, "a key of Google Cloud"),
-        ("AccountKey=" + "a" * 86 + "==;", "a key of Azure"),
-        ("ghp_" + "a1" * 18, "a token of GitHub"),
+        ("hf_" + "a1B2" * 9, "a Hugging Face token"),
+        ("key = AKIA" + "A1B2" * 4 + "\n", "an AWS key"),
+        ('"AIza' + "x-_1a" * 7, "a Google Cloud key"),
+        ("AccountKey=" + "a" * 86 + "==;", "an Azure key"),
+        ("ghp_" + "a1" * 18, "a GitHub token"),
         ("-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
         ("-----BEGIN PRIVATE KEY-----", "a private key"),
         ("-----BEGIN RSA PRIVATE KEY-----", "a private key"),

@@ -1,4 +1,4 @@
-"""Named sets to validate on, each with its own cadence, and what they leave unchanged."""
+"""Named sets to validate on, each with its own interval, and what they leave unchanged."""
 
 from __future__ import annotations
 
@@ -160,10 +160,10 @@ def test_a_changed_batch_size_does_not_change_the_set(
     assert any("up to 6 sequences of plays and prose" in one for one in said)
     after, said = of(2, 2, steps=1)
     assert any("up to 6 sequences of prose and plays" in one for one in said)
-    assert not any("chosen anew" in one for one in said)
+    assert not any("chosen again" in one for one in said)
     assert after[0]["validation_loss"] == pytest.approx(before[0]["validation_loss"], rel=1e-12)
     other, said = of(6, 2, sequences=5)
-    assert any("chosen anew" in one for one in said)
+    assert any("chosen again" in one for one in said)
     assert other[0]["validation_loss"] != pytest.approx(before[0]["validation_loss"], rel=1e-6)
     # The best of each set of sequences, and the newest two.
     kept = [one.step for one in list_checkpoints(tmp_path / "run" / "checkpoint")]

@@ -31,7 +31,7 @@ Line = Callable[[int], Text]
 
 
 class PatientConsole(SafeConsole):
-    """A console whose reader may go away, as `tee` does at Ctrl-C: the run goes on, and saves."""
+    """A console whose reader may exit, as `tee` does on Ctrl-C: the run continues, and saves."""
 
     def on_broken_pipe(self) -> None:  # rich would end the process
         self.quiet = True

@@ -74,7 +74,7 @@ def how_far(run: Run, step: int) -> str:
     wanted = f"training.steps = {steps}"
     if epochs is not None:
         wanted = f"training.epochs = {epochs:g} is {steps} steps"
-    return f"{root} has done {step} steps, and {wanted}; raise it to train on"
+    return f"{root} has done {step} steps, and {wanted}; raise it to train longer"
 
 
 def losses(run: Run, result: Trained) -> dict[str, str]:

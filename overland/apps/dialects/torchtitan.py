@@ -360,7 +360,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     ),
     "fault_tolerance.semi_sync_method": (
         [None],
-        "replicas that train on their own between synchronisations are not supported; every step "
+        "replicas that train on their own between synchronizations are not supported; every step "
         "is synchronous",
     ),
 }

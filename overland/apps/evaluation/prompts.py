@@ -183,6 +183,6 @@ def _conversation(record: dict[str, Any], where: str) -> Prompt:
         raise DataError(f"{where}: {error}") from None
     last = told.turns[-1]
     if last["role"] == ASSISTANT:
-        raise DataError(f"{where}: its last turn is the assistant's: remove it, to be answered")
+        raise DataError(f"{where}: its last turn is the assistant's: remove that turn")
     said = last["content"]
     return Prompt(said if isinstance(said, str) else json.dumps(said), told.turns, told.tools)

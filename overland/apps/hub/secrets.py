@@ -26,17 +26,17 @@ NAMES = (
 KEYS = [
     (kind, start.encode(), re.compile(pattern.encode()))
     for kind, start, pattern in [
-        ("a token of Hugging Face", "hf_", r"hf_[A-Za-z0-9]{34}"),
-        ("a token of Hugging Face", "api_org_", r"api_org_[A-Za-z0-9]{34}"),
-        ("a key of AWS", "AKIA", r"AKIA[0-9A-Z]{16}(?![0-9A-Za-z])"),
-        ("a key of AWS", "ASIA", r"ASIA[0-9A-Z]{16}(?![0-9A-Za-z])"),
-        ("a key of Google Cloud", "AIza", r"AIza[0-9A-Za-z_-]{35}"),
-        ("a key of Azure", "AccountKey=", r"AccountKey=[A-Za-z0-9+/]{86}=="),
-        ("a token of GitHub", "github_pat_", r"github_pat_[A-Za-z0-9_]{60}"),
-        *(("a token of GitHub", f"gh{c}_", rf"gh{c}_[A-Za-z0-9]{{36}}") for c in "pousr"),
-        ("a key of OpenAI", "sk-proj-", r"sk-proj-[A-Za-z0-9_-]{40}"),
-        ("a key of Anthropic", "sk-ant-", r"sk-ant-[A-Za-z0-9_-]{40}"),
-        ("a token of Slack", "xox", r"xox[abprs]-[0-9A-Za-z-]{20}"),
+        ("a Hugging Face token", "hf_", r"hf_[A-Za-z0-9]{34}"),
+        ("a Hugging Face token", "api_org_", r"api_org_[A-Za-z0-9]{34}"),
+        ("an AWS key", "AKIA", r"AKIA[0-9A-Z]{16}(?![0-9A-Za-z])"),
+        ("an AWS key", "ASIA", r"ASIA[0-9A-Z]{16}(?![0-9A-Za-z])"),
+        ("a Google Cloud key", "AIza", r"AIza[0-9A-Za-z_-]{35}"),
+        ("an Azure key", "AccountKey=", r"AccountKey=[A-Za-z0-9+/]{86}=="),
+        ("a GitHub token", "github_pat_", r"github_pat_[A-Za-z0-9_]{60}"),
+        *(("a GitHub token", f"gh{c}_", rf"gh{c}_[A-Za-z0-9]{{36}}") for c in "pousr"),
+        ("an OpenAI key", "sk-proj-", r"sk-proj-[A-Za-z0-9_-]{40}"),
+        ("an Anthropic key", "sk-ant-", r"sk-ant-[A-Za-z0-9_-]{40}"),
+        ("a Slack token", "xox", r"xox[abprs]-[0-9A-Za-z-]{20}"),
         ("a private key", "PRIVATE KEY-----", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY-----"),
     ]
 ]

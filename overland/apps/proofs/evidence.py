@@ -34,7 +34,7 @@ class Evidence:
         return any(self._key(row) == names and row[-1].startswith("equal") for row in rows)
 
     def add(self, *cells: str) -> None:
-        """Adds a row; one with the same key goes, for what differed may be mended now."""
+        """Adds a row; one with the same key is replaced: what differed may be fixed by now."""
         if self.path is None:
             return
         new = [cell.replace("|", "/") for cell in cells]
@@ -52,7 +52,7 @@ class Evidence:
             problem = "was written with other settings or by another version"
         else:
             return
-        message = f"{problem}; name another file, or delete this one to begin anew"
+        message = f"{problem}; name another file, or delete this one to start over"
         raise ConfigError([Problem(message, "command line", "--table", str(path))])
 
     def _key(self, row: Sequence[str]) -> tuple[str, ...]:

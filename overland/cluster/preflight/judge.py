@@ -177,7 +177,7 @@ def disks(answers: Answers) -> Iterator[Finding]:
             if "error" in facts:
                 yield node, f"{where} is not writable: {facts['error']}"
             elif not facts["right"]:
-                yield node, f"{where} returns other bytes than were written"
+                yield node, f"{where} returns different bytes than were written"
         speeds = {p: f["write_gb_per_s"] for p, f in found.items() if "write_gb_per_s" in f}
         for (node, _), value, usual in _far_below(speeds, SLOW_DISK):
             if value < SLOW_DISK_GB_PER_S:
@@ -300,7 +300,7 @@ def match_of(pair: Pair, number: int, answers: Answers) -> Match:
             error = facts.get("error", "could not listen")
             return Match(pair, number, error=f"task {local} of {node}: {error}")
     if not all(facts["right"] for facts in answers.values()):
-        return Match(pair, number, error="received other bytes than were sent")
+        return Match(pair, number, error="received different bytes than were sent")
     slowest = min(facts["gb_per_s"] for facts in answers.values())
     latency = max(facts["latency_us"] for facts in answers.values())
     return Match(pair, number, slowest * len(answers) / 2, latency)

@@ -202,7 +202,7 @@ class ValidationSet(Section):
     split: str | None = None
     """Split of a dataset folder; default: validation, or else test."""
     freq: PositiveInt | None = None
-    """Validate on it every this many steps; default: validation.freq."""
+    """Validate on it every N steps; default: validation.freq."""
     sequences: Annotated[int, Field(ge=-1)] | None = None
     """Sequences per validation, from the beginning of the set; -1: the whole set; default:
     validation.sequences."""
@@ -234,7 +234,7 @@ class Validation(Section):
     allow_training_data: bool = False
     """Allow validation on files that are also trained on."""
     freq: PositiveInt = 100
-    """Validate every this many steps."""
+    """Validate every N steps."""
     sequences: Annotated[int, Field(ge=-1)] | None = None
     """Sequences per set and validation, from the beginning of the set, whatever the batch size and
     the number of ranks; -1: the whole set; default: 128. For arrays: samples."""

@@ -40,7 +40,7 @@ class Metrics(Section):
     """What is logged, how often, and where."""
 
     log_freq: PositiveInt = 10
-    """Log every this many steps."""
+    """Log every N steps."""
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
     save_tb_folder: PathText = "tb"
@@ -69,7 +69,7 @@ class Profiling(Section):
     save_traces_folder: PathText = "profile_trace"
     """Folder for the traces, inside the run folder; absolute paths: as metrics.save_tb_folder."""
     profile_freq: PositiveInt = 10
-    """Record one trace every this many steps."""
+    """Record one trace every N steps."""
     profiler_warmup: NonNegativeInt = 3
     """Warm-up steps before each trace, which are discarded."""
     profiler_active: PositiveInt = 1
@@ -90,11 +90,11 @@ class Checkpoint(Section):
     """Folder for checkpoints, inside the run folder; `.`: the run folder itself; an absolute path
     must belong to this run alone."""
     interval: PositiveInt = 500
-    """Save every this many steps; the last step is always saved."""
+    """Save every N steps; the last step is always saved."""
     interval_minutes: PositiveFloat | None = None
     """Also save when this many minutes have passed since the last save."""
     preempt_interval: PositiveInt | None = None
-    """Also save every this many steps as step_N.preempt, the name used for an early stop."""
+    """Also save every N steps as step_N.preempt, the name used for an early stop."""
     link_by_time: bool = False
     """Also create a link to each checkpoint next to the run folder, named RUN_FOLDER.<time>, with
     .preempt appended for an early stop."""
@@ -120,13 +120,13 @@ class Checkpoint(Section):
     """Save and stop this long before a Slurm job ends, or earlier if saving is slow."""
     fallback_folder: PathText | None = None
     """Where the last save of a session goes if the disk of the run folder keeps failing, in a
-    folder named after the run folder; a resume looks there too. Use another file system."""
+    folder named after the run folder; resuming looks there too. Use another file system."""
     resume: PathText = "auto"
     """auto: resume from the newest checkpoint in the run folder, if any; none: start again in a new
     folder; or the path of a checkpoint."""
     allow_changes: list[str] = []
     """Keys that may differ from those that a checkpoint was trained with, e.g. ["lora.alpha"].
-    Without this, a resume refuses a change that would train something else."""
+    Without this, resuming refuses a change that would train something else."""
     skip_optimizer: bool = False
     """Resume the weights and the position in the data, but with a fresh optimizer."""
     initial_load_path: PathText | None = None
@@ -150,7 +150,7 @@ class Comm(Section):
     """Timeout of each collective after the first step."""
     ranks_per_device: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ranks that share a GPU, to try a layout on fewer devices than it is meant for:
-    they compute the same, slowly, and each may use its part of the memory."""
+    results are the same, only slower, and each rank may use its part of the memory."""
 
 
 class Health(Section):
@@ -176,7 +176,7 @@ class Health(Section):
     check_memory: bool = True
     """Refuse to start a run that cannot fit: its parameters, gradients and optimizer state take
     more memory than the GPU, or on CPUs the machine or job, has; or a step is estimated to take
-    1.5 times as much. Turn it off to try all the same."""
+    1.5 times as much. Turn it off to try anyway."""
 
 
 class Debug(Section):

@@ -33,7 +33,7 @@ class Sparse(Section):
     exclude: str | list[str] = []
     """Linear layers to leave dense: names, or a regular expression."""
     refresh: PositiveInt = 1
-    """Recompute the masks every this many steps."""
+    """Recompute the masks every N steps."""
     method: str = "magnitude"
     """How masks are chosen: magnitude, which keeps the largest weights, or a method that
     `job.custom_import` registers."""
@@ -108,7 +108,7 @@ class Training(Section):
     max_norm: NonNegativeFloat = 1.0
     """Clip gradients to this global norm; 0 turns clipping off."""
     device: Literal["auto", "cpu"] = "auto"
-    """Where each process computes; auto: on a GPU, if there are any; cpu: on the CPU even so."""
+    """Where each process computes; auto: on a GPU, if there is one; cpu: always on the CPU."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Data type of parameters and optimizer state."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32", "float16", "float64"] = "auto"
@@ -130,7 +130,7 @@ class Training(Section):
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     gc_freq: PositiveInt = 50
-    """Run Python's garbage collector on all ranks together, every this many steps."""
+    """Run Python's garbage collector on all ranks together, every N steps."""
 
 
 class ParameterGroup(Section):
@@ -141,7 +141,7 @@ class ParameterGroup(Section):
     lr_factor: NonNegativeFloat = 1.0
     """Factor on optimizer.lr and its schedule."""
     weight_decay: NonNegativeFloat | None = None
-    """Weight decay; default: the same as without a group."""
+    """Weight decay; default: the same as outside a group."""
 
 
 class Optimizer(Section):
@@ -220,7 +220,7 @@ class Lora(Section):
     """Ranks of single matrices, by a regular expression for the end of a name, e.g. {"layers.0.*" =
     32}."""
     alpha_pattern: dict[str, Alpha] = {}
-    """Alphas of single matrices, likewise."""
+    """Alphas of single matrices, in the same way."""
     rslora: bool = False
     """Scale by alpha / √rank instead (rsLoRA)."""
     dora: bool = False

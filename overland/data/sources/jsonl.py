@@ -177,7 +177,7 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise BadDocument(
-            f"the key {twice!r} is there twice, so it is not clear which value is meant"
+            f"the key {twice!r} appears twice, so it is not clear which value is meant"
         )
     return record
 

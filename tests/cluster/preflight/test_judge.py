@@ -1,4 +1,4 @@
-"""What was measured, judged: who is named, and who is not."""
+"""Judging the measurements: which nodes are named, and which are not."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_disks_that_are_full_refuse_lie_or_crawl() -> None:
     answers["n6", 0] = {"run folder": {"path": "/x", "error": "Read-only file system"}}
     assert list(judge.disks(answers)) == [
         ("n2", "run folder /x is nearly full: 0.50 GiB are free"),
-        ("n3", "run folder /x returns other bytes than were written"),
+        ("n3", "run folder /x returns different bytes than were written"),
         ("n6", "run folder /x is not writable: Read-only file system"),
         ("n4", "run folder is slow: 1 MB/s, median 1e+03"),
     ]

@@ -368,7 +368,7 @@ def test_nothing_of_a_file_of_arrays_is_dropped_in_silence(
 def test_a_key_or_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two", "text": "three"}\n{"text": "four"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the key 'text' is there twice"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the key 'text' appears twice"):
         read_all(open_source(path))
     assert read_all(open_source(path, skip_bad=True)) == ["one", "four"]
     path = tmp_path / "b.csv"

@@ -184,7 +184,9 @@ def _tensor(path: Path, name: str, entry: StandIn, places: dict[Any, Any]) -> La
     for chunk in entry.get("chunks"):
         corner, size = _shape(chunk.get("offsets")), _shape(chunk.get("sizes"))
         if corner is None or size is None or not len(corner) == len(size) == len(shape):
-            raise CheckpointError(f"{path / METADATA}: a part of {name} has another number of dims")
+            raise CheckpointError(
+                f"{path / METADATA}: a part of {name} has a different number of dims"
+            )
         if any(start + count > n for start, count, n in zip(corner, size, shape, strict=True)):
             raise CheckpointError(f"{path / METADATA}: a part of {name} lies outside the tensor")
         info = places.get((name, corner))
