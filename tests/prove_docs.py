@@ -1,5 +1,5 @@
 """Runs the tutorials, and the commands of the docs that are too slow for `make test`, and writes
-down what came out.
+the results to a page.
 
     python -m tests.prove_docs docs/evidence/docs.md
 """

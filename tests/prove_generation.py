@@ -1,4 +1,4 @@
-"""Greedy texts compared with transformers' generate(), token for token; a page of what came out.
+"""Greedy texts compared with transformers' generate(), token for token; writes a page of results.
 
 python -m tests.prove_generation docs/evidence/generation.md
 """
@@ -88,7 +88,7 @@ def speed() -> list[str]:
     plain = seconds(lambda: continued(model, prompts, 32, cached=False))
     their = seconds(lambda: by_transformers(theirs, prompts))
     return [
-        "## What the cache is worth",
+        "## What the cache gains",
         "",
         f"A Llama of {sum(one.numel() for one in model.parameters()) / 1e6:.0f} M parameters, 2 "
         "prompts of 56 tokens and 32 new ones each, float32, one CPU thread, one run: without the "

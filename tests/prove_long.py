@@ -1,5 +1,5 @@
-"""The tests that take minutes, which `make test` leaves out; a page of what came out. It goes on
-where it stopped: delete the page to begin anew.
+"""Runs the tests that take minutes, which `make test` leaves out, and writes a page of results. It
+resumes where it stopped: delete the page to start over.
 
     python -m tests.prove_long docs/evidence/long.md
 """

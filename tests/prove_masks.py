@@ -1,5 +1,5 @@
-"""What is learned of conversations, next to transformers with TRL's templates; a page of what came
-out.
+"""What is learned from conversations, compared with transformers with TRL's templates; writes a
+page of results.
 
     python -m tests.prove_masks docs/evidence/masks.md
 
@@ -176,7 +176,7 @@ def page(found: dict[str, Counter[tuple[str, str]]]) -> str:
     both = [(name, one) for name, one in found.items() if cell(one, BY_PREFIXES)]
     rest = [(name, one) for name, one in found.items() if not cell(one, BY_PREFIXES)]
     return "\n".join([
-        "# What is learned of conversations, next to transformers",
+        "# What is learned from conversations, compared with transformers",
         "",
         INTRODUCTION.format(versions=versions, num=len(TALKS), talks=", ".join(TALKS)),
         "",
@@ -208,14 +208,14 @@ through transformers.
 *equal*: every id and the whole mask. Where a message holds the name of a special token, \
 transformers is given a tokenizer whose special tokens have other names, and a template with these \
 names: so content stays text, as it does in Overland by itself. *refused by both*: the template \
-raises an error, or writes no tools (transformers leaves these out without a word). *refused, no \
+raises an error, or writes no tools (transformers silently leaves these out). *refused, no \
 prefixes*: the published template writes an earlier turn differently once more turns follow, in \
 transformers too, so Overland asks for a template with marks or `sft.learn = "last"`."""
 
 REMARKS = """\
 - **Qwen 3** leaves out earlier thoughts, and gives an answer without one an empty thought only \
-where it is the last: so of its published form, only conversations with one answer can be told by \
-prefixes. TRL's marked form keeps all thoughts; *marked here* is the published form with nothing \
+where it is the last: so with its published form, prefixes work only for conversations with one \
+answer. TRL's marked form keeps all thoughts; *marked here* is the published form with nothing \
 but marks added. Either can be given as `sft.chat_template`.
 - **ChatML**: TRL counts the line break after `<|im_start|>assistant` as the assistant's (*one \
 token less per turn* by prefixes), though the prompt to answer ends with it. *Marked here* has the \

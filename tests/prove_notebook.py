@@ -1,5 +1,5 @@
-"""Runs examples/overland.ipynb as it is, cell by cell in one namespace, and writes down what came
-out.
+"""Runs examples/overland.ipynb as it is, cell by cell in one namespace, and writes the results to a
+page.
 
     python -m tests.prove_notebook docs/evidence/notebook.md
 """

@@ -1,5 +1,5 @@
-"""Overland next to other trainers, where a CPU is enough to compare them: runs that are killed and
-resumed, and configs with mistakes in them; a page of what came out.
+"""Overland compared with other trainers, as far as a CPU allows: runs that are killed and resumed,
+and configs with mistakes in them; writes a page of results.
 
     python -m tests.prove_peers docs/evidence/peers.md [NANOCHAT]
 

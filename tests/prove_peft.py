@@ -1,5 +1,5 @@
-"""Adapters exchanged with the real PEFT, in both directions, by their logits; a page of what came
-out.
+"""Adapters exchanged with the real PEFT, in both directions, by their logits; writes a page of
+results.
 
     python -m tests.prove_peft docs/evidence/peft.md
 
@@ -137,7 +137,7 @@ def prove(
     convert(base, place / "merged", "hf", adapter=place / "theirs", merge_lora=True)
     merged = difference(logits(load(place / "merged")), wanted)
 
-    # A run goes on from that adapter, and writes its own.
+    # A run continues from that adapter, and writes its own.
     run = place / "run"
     pool.run(2, train, job(run, base, place / "theirs"))
     trained = ours(open_any(run), tokens_BS)
@@ -212,7 +212,7 @@ def head() -> list[str]:
 HOW = """\
 By `python -m tests.prove_peft` (part of `make prove-all`): a small Llama with random weights, and \
 adapters with random values. The first column is PEFT compared with itself: the rounding of \
-float32. PEFT loads ours without a word about missing or unexpected names, and \
+float32. PEFT loads ours without reporting missing or unexpected names, and \
 both files adapter_config.json have the same fields, with the same values where these say what the \
 adapter computes. Where embeddings are tied, PEFT's own merge also changes the output matrix, so \
 the first and last columns stay empty there."""

@@ -1,5 +1,5 @@
-"""Perplexity compared with a plain loop of transformers, for three corpora on 1, 2 and 3 ranks; a
-page of what came out.
+"""Perplexity compared with a plain loop of transformers, for three corpora on 1, 2 and 3 ranks;
+writes a page of results.
 
     python -m tests.prove_perplexity docs/evidence/perplexity.md
 

@@ -1,5 +1,5 @@
 """Tasks of every kind, by our models and by lm-evaluation-harness's own `hf` model on the exported
-folder; a page of what came out.
+folder; writes a page of results.
 
     python -m tests.prove_tasks docs/evidence/tasks.md
 
@@ -217,7 +217,7 @@ def head() -> list[str]:
     names = ("lm_eval", "transformers", "torch", "accelerate")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return [
-        "# Tasks beside lm-evaluation-harness's own model",
+        "# Tasks compared with lm-evaluation-harness's own model",
         "",
         f"One run, float32 on a CPU, {versions}. Prompts, greedy continuations, generated texts "
         f"and counted scores must be the same, and log-likelihoods equal to {LIMIT:g}.",

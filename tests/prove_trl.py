@@ -1,5 +1,5 @@
-"""Fine-tuning next to TRL and PEFT: the losses of every step, and the models exchanged; a page of
-what came out.
+"""Fine-tuning compared with TRL and PEFT: the losses of every step, and the models exchanged;
+writes a page of results.
 
     python -m tests.prove_trl docs/evidence/trl.md
 

@@ -1,5 +1,6 @@
 """Builds the wheel, installs it into empty environments by pip and by uv, and trains the quickstart
-there, in a folder that has nothing of the clone; then types what the run suggests at its end.
+there, in a folder with nothing from the clone; then runs the commands that the run suggests at its
+end.
 
     python -m tests.prove_wheel docs/evidence/wheel.md
 """

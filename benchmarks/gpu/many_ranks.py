@@ -91,7 +91,7 @@ RESUMED = """\
 # Checkpoints that resume in any layout, over NCCL
 
 In each row, a small model is trained for 6 steps under the first layout by ranks on one GPU, and \
-its checkpoint of step 3, written while it goes on with step 4, is resumed for 3 steps under the \
+its checkpoint of step 3, written while it continues with step 4, is resumed for 3 steps under the \
 second, in float64 and `deterministic`. The numbers are the largest relative differences from one \
 rank. If both layouts are the same, every bit is compared with what the first run computed in \
 steps 4 to 6. By \

@@ -137,7 +137,7 @@ class Walk:
         folder = self.scratch / "data_cache/mlabonne___guanaco-llama2-1k"
         assert list(folder.rglob("*.parquet"))
         self.says(
-            "It is where the walkthrough has it, as parquet, which is read as it is. From here on "
+            "It is where the walkthrough has it, as parquet, which is read directly. From here on, "
             "there is no Hub."
         )
 
@@ -248,8 +248,8 @@ class Walk:
 HEAD = f"""\
 # The walkthrough for Frontier, by Overland
 
-Each chapter of the LoRA walkthrough for Frontier that docs/clusters.md speaks of, with the \
-commands that do the same here; run on a real Slurm whose nodes are all on one machine. \
+Each chapter of the LoRA walkthrough for Frontier that docs/clusters.md mentions, with the \
+commands that do the same here, run on a real Slurm whose nodes are all on one machine. \
 `{MODEL}` is a tiny Llama with random weights, and the Hub a server on that machine; everything \
 else, such as adapters, rates and batches, is the recipe's.
 """

@@ -27,8 +27,8 @@ def head(commit: str) -> str:
     if commit:
         versions["nanochat"] = f"at {commit[:7]}"
     return (
-        "# Next to other trainers: resuming, and mistakes in configs\n\n"
-        "What a CPU is enough to compare, by `python -m tests.prove_peers` (part of "
+        "# Compared with other trainers: resuming, and mistakes in configs\n\n"
+        "What can be compared on a CPU, by `python -m tests.prove_peers` (part of "
         "`make prove-all`). Speed and memory on a GPU are in [performance](../performance.md).\n\n"
         f"Versions: {', '.join(f'{name} {one}' for name, one in versions.items())}."
     )
@@ -39,8 +39,9 @@ def resume_table(resumed: Found, torchtitan: Found) -> str:
         "## Killed and resumed",
         "",
         f"{STEPS} steps, a checkpoint every {INTERVAL}, killed with SIGKILL in a random step after "
-        "the tenth, resumed; next to the same trainer's own unbroken run. *Losses*: how many of "
-        "the steps after the resume have the unbroken run's loss, to the bit. *Samples*: how many "
+        "the tenth, resumed; compared with the same trainer's own unbroken run. *Losses*: how many "
+        "of the steps after the resume have the unbroken run's loss, bit for bit. *Samples*: how "
+        "many "
         "of those steps have the unbroken run's samples, and how many samples of it were never "
         "seen after the resume, or others in their place.",
         "",
@@ -151,10 +152,10 @@ def short(said: str) -> str:
 LONGEST = 160
 
 HOW_RESUMED = f"""\
-Every trainer is started as a process of its own, and given the same small Llama in float32 \
+Every trainer is started in its own process, and given the same small Llama in float32 \
 (nanochat its own model), {NUM_TEXTS} short texts, {BATCH} rows of at most {SEQ_LEN} tokens per \
 step. What the model is given is recorded in the training process itself, by a hook on the token \
-embedding; losses are what the model returns, of Overland what it logs.
+embedding; losses are what the model returns, and for Overland what it logs.
 
 - **Overland**: the same command again. It saves in the background, so a checkpoint of the step \
 before a kill may not be committed yet; the one before it then counts. On two processes losses \
@@ -166,7 +167,7 @@ fails; the script registers that name, since on GPUs this does not happen. Strea
 `datasets.IterableDataset` of four shards with a shuffle buffer of 64, and rows padded \
 to one length, without which two processes fail where accelerate joins their batches. TRL \
 packs (`packing=True`), and its samples are documents.
-- **torchtitan** trains on GPUs alone. Its data loader and the state of it that its checkpoints \
+- **torchtitan** trains only on GPUs. Its data loader and the state of it that its checkpoints \
 hold were measured without a model.
 - **nanochat**: `--resume-from-step` with the last checkpoint; its samples are documents. Its \
 data loader calls its resume approximate: it continues with the next row group, and what its \
@@ -180,7 +181,7 @@ one process.
 - **Overland**: `overland train run.toml`.
 - **transformers**: `HfArgumentParser.parse_yaml_file`, then `Trainer`. **TRL**: what `trl sft \
 --config run.yaml` runs. Both then train for two steps on the CPU. The machine was offline, and a \
-missing model or dataset is looked for on the Hub, so their messages speak of the connection.
+missing model or dataset is looked for on the Hub, so their messages mention the connection.
 - **torchtitan**: its `ConfigManager` on a TOML file, then its tokenizer and data loader and the \
 optimizer of torch that it uses.
 - **axolotl**: `validate_config`, the first thing that its command calls after reading the YAML; \

@@ -1,5 +1,5 @@
-"""What is wrong with a config is told by kind and key; a page in docs/evidence has the sentences,
-and is compared with what a user would see."""
+"""What is wrong with a config is reported by kind and key; a page in docs/evidence has the
+sentences, and is compared with what a user would see."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def render() -> str:
         "# Broken configs and what the user sees",
         "",
         f"{len(BROKEN)} configs and {len(SETTINGS)} settings, each with the exact lines on the "
-        "screen; the exit code is 2, or 0 where all is said as a note. "
+        "screen; the exit code is 2, or 0 where there are only notes. "
         "Checked by `tests/config/test_broken.py`, which also writes this page "
         "(`OVERLAND_WRITE_EVIDENCE=1`). The world has 8 devices.",
     ]

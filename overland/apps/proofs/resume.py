@@ -36,10 +36,10 @@ HEAD = """\
 # Checkpoints that resume in any layout
 
 Written by `overland prove resume --table` (`make prove-all`). In each row, a tiny model is \
-trained for 6 steps under the first layout, and its checkpoint of step 3, written while it goes on \
-with step 4, is resumed for 3 steps under the second, in float64. The numbers are the largest \
-relative differences from one process, in the loss and in the gradient norm. If both layouts are \
-the same, every bit is compared with what the first run computed in steps 4 to 6. \
+trained for 6 steps under the first layout, and its checkpoint of step 3, written while it \
+continues with step 4, is resumed for 3 steps under the second, in float64. The numbers are the \
+largest relative differences from one process, in the loss and in the gradient norm. If both \
+layouts are the same, every bit is compared with what the first run computed in steps 4 to 6. \
 `overland/apps/proofs/layouts.py` explains the names.
 
 | saved by | resumed by | loss | gradient norm | verdict |

@@ -142,14 +142,14 @@ def table_of_faults(run: SubmittedRun, end: str, while_full: list[int]) -> str:
             f"checkpoint every 10; preflight {tested['seconds']:.0f} s. Final weights, moments and "
             f"all losses against the unbroken run: **{end}**.",
             "",
-            "Seconds to notice count from the last new step before the fault to the decision what "
-            "to do, seconds lost to the first new step after it, the ranks' start and the steps "
-            f"done again included: median {statistics.median(lost):.0f}, at most {max(lost):.0f}. "
+            "Seconds to notice count from the last new step before the fault to the decision; "
+            "seconds lost, to the first new step after it, including starting the ranks and "
+            f"repeating steps: median {statistics.median(lost):.0f}, at most {max(lost):.0f}. "
             "For a hang `health.hang_seconds` is 12 here.",
             "",
             f"{len(while_full)} times the disk was full for a while, a save included: "
-            f"{while_full.count(0)} times training went on without an interruption and saved once "
-            f"there was room; {sum(while_full)} attempts ended over it and were started again, "
+            f"{while_full.count(0)} times training continued without interruption and saved once "
+            f"there was room; {sum(while_full)} attempts ended because of it and were restarted "
             "once there was. Where a rank was killed while the disk was full, the seconds lost "
             "include the wait for room.",
             "",
@@ -183,7 +183,7 @@ def prove_chain(sessions: int) -> str:
                     "",
                     f"4 nodes × 2 ranks, {run.steps} steps, jobs of two minutes or more; stopped "
                     f"by the walltime at step {', '.join(str(e['step']) for e in ends[:-1])}; "
-                    f"{len(run.jobs) - len(ends)} surplus links ended at once. Final weights, "
+                    f"{len(run.jobs) - len(ends)} surplus jobs ended immediately. Final weights, "
                     f"moments and all losses against the unbroken run: **{end}**.",
                 ]
             )

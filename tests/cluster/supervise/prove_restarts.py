@@ -1,4 +1,4 @@
-"""How long a chain of jobs lives where most starts fail: a simulation of the restart policy.
+"""How long a chain of jobs survives when most starts fail: a simulation of the restart policy.
 
     python -m tests.cluster.supervise.prove_restarts --into docs/evidence
 
@@ -152,11 +152,11 @@ def main() -> None:
 
 
 PAGE = """\
-# Chains that live where most starts fail
+# Chains that survive when most starts fail
 
-On 640 nodes of Frontier 4 to 5 of 10 starts worked, reports a user who tried. This is a \
+On 640 nodes of Frontier, 4 to 5 of 10 starts worked, according to a user who tried. This is a \
 simulation of {chains:,} chains of {sessions} sessions of {hours:.0f} h at such rates: with the \
-policy that the supervisor asks after every failure (`overland/cluster/supervise/policy.py`), \
+policy that the supervisor consults after every failure (`overland/cluster/supervise/policy.py`), \
 and with the one before it, which stopped a chain after two attempts without a new step. A start \
 takes {minutes:.0f} minutes, whether it works or not. A fault is drawn from: {causes}; its node at \
 random; for an unknown error, one of {places} places in the program at random.
@@ -170,7 +170,7 @@ trained of 240, before | now | sessions of 10 that trained, now | failed starts,
 {table}
 
 What is left are unknown errors that hit the same place twice in a row on different nodes, which \
-the policy takes for a mistake in the program.
+the policy takes for a bug in the program.
 
 By `python -m tests.cluster.supervise.prove_restarts --into docs/evidence` (part of \
 `make prove-all`).
