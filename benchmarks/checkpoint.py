@@ -1,4 +1,4 @@
-"""Our checkpoints beside PyTorch's DCP, on this machine's CPU and disk:
+"""Our checkpoints compared with PyTorch's DCP, on this machine's CPU and disk:
 
     python benchmarks/checkpoint.py [--gigabytes 2] [--rounds 3] [--plan-ranks 1024]
 

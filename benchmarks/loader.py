@@ -2,10 +2,10 @@
 
     python benchmarks/loader.py
 
-Tokens per second of one process, warm, beside the simplest loader there is: rows cut at random
-places out of one memory-mapped array, without documents, epochs or order (as nanoGPT's get_batch
-does). Then a resume at step 10⁶ of a plan with 10⁵ windows, in time and memory, with and without
-the counts that a run folder keeps.
+Tokens per second of one process, warm, compared with the simplest possible loader: rows cut at
+random places out of one memory-mapped array, without documents, epochs or order (as nanoGPT's
+get_batch does). Then a resume at step 10⁶ of a plan with 10⁵ windows, in time and memory, with and
+without the counts that a run folder keeps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint costs a training loop on one GPU, beside PyTorch's own DCP in the same run:
+"""What a checkpoint costs a training loop on one GPU, compared with PyTorch's DCP in the same run:
 
     python benchmarks/gpu/checkpoint.py [--flavor 3B] [--rows 2] [--peer-flavor 1B] [--folder /disk]
 

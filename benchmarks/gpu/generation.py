@@ -1,4 +1,4 @@
-"""Generation beside transformers' own, in one process: `python benchmarks/gpu/generation.py 8B`.
+"""Generation compared with transformers', in one process: `python benchmarks/gpu/generation.py 8B`.
 
 Random weights in bfloat16, random prompts of 512 tokens, the likeliest token always, no end of
 text: one prompt and 256 new tokens, and 64 prompts and 128 new tokens. Times are of whole calls,

@@ -1,4 +1,4 @@
-"""Every kernel of overland/kernels on a GPU: against float64, beside its plain twin, and how much
+"""Every kernel of overland/kernels on a GPU: against float64, next to its plain twin, and how much
 of the memory's speed it reaches: `python benchmarks/gpu/kernels.py [loss] [optimizer] [float8]`."""
 
 from __future__ import annotations

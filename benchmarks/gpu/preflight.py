@@ -1,4 +1,4 @@
-"""What preflight prints where four ranks share one GPU over NCCL, alone and beside a busy neighbor.
+"""What preflight prints where four ranks share one GPU over NCCL, alone and with a busy neighbor.
 
     python benchmarks/gpu/preflight.py [docs/evidence/gpu_preflight.md]
 
@@ -41,7 +41,7 @@ def main() -> None:
         assert neighbor.stdout is not None
         if neighbor.stdout.readline() != b"computes\n":
             sys.exit("The neighbor ended by itself.")
-        text += f"\n## Beside a busy neighbor\n\n{preflight()}"
+        text += f"\n## With a busy neighbor\n\n{preflight()}"
     finally:
         neighbor.kill()
         neighbor.wait()

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/same_loss.py --steps 300 --folder docs/evidence
 
-fast:  as one GPU trains by default: parameters in halves, bfloat16 gradients, our kernels, compiled
+fast:  as one GPU trains by default: split master weights, bfloat16 gradients, our kernels, compiled
 fp8:   the same with `training.float8 = "tensorwise"`
 e4m3:  fp8 with gradients in e4m3, which have a digit more and less range than e5m2's
 bf16 moments: fast with `optimizer.bf16_moments`

@@ -1,4 +1,4 @@
-"""The masked autoencoder of `overland init --from stub` beside transformers' own, on one GPU:
+"""The masked autoencoder of `overland init --from stub` compared with transformers', on one GPU:
 
     python benchmarks/gpu/vit_mae.py --store docs/evidence/gpu_vit_mae.json
 

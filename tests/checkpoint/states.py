@@ -110,7 +110,7 @@ class MortalDisk(Disk):
         self.sync_folder(target.parent)
 
     def lose(self, chance: random.Random) -> None:
-        """Power was cut: each thing that was not safe is there, or damaged, or not, by chance."""
+        """Power was cut: everything that was not synced is there, damaged or missing, at random."""
         for path in self.unsynced_files:
             if path.is_file() and chance.random() < 0.7:
                 size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Whatever happens to the files of a checkpoint is found and named."""
+"""Any damage to the files of a checkpoint is detected and named."""
 
 from __future__ import annotations
 

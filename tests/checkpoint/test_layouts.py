@@ -1,4 +1,4 @@
-"""A checkpoint of one layout goes on in another as if nothing had happened."""
+"""A checkpoint of one layout resumes in another as if nothing had happened."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_a_run_goes_on_in_another_layout(
 
 
 def test_both_ends_of_a_tied_pipeline_are_rounded_alike(ranks: RankPool, tmp_path: Path) -> None:
-    """Moments are rounded by chance; a checkpoint keeps one of the two ends."""
+    """Moments are rounded stochastically; a checkpoint keeps one of the two ends."""
     narrow = {"optimizer": {"bf16_moments": True}}
     config = proof_job(parse("pp2:1F1B+tied"), "float32", 6, tmp_path, narrow)
     first, last = ranks.run(2, tied_matrix, config)

@@ -1,4 +1,4 @@
-"""Checkpoints by the time of their save: links that follow what is there."""
+"""Links to checkpoints, named by the time of the save, follow what exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving while training goes on: what is kept, what is told, and what waits for what."""
+"""Saving while training continues: what is kept, what is reported, and what waits for what."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ class HangingDisk(SlowDisk):
 
 def a_save_that_hangs_on_one_rank(world: World, folder: Path) -> list[str]:
     """Rank 1's disk hangs in the first save. It answers in the next, of the same step, and one
-    more; when both are done, the first one's thread goes on."""
+    more; when both are done, the first one's thread continues."""
     disk = HangingDisk() if world.rank == 1 else Disk()
     store = Store(folder, Settings(), disk=disk, stall_seconds=2.0)
     errors = []

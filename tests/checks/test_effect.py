@@ -1,4 +1,4 @@
-"""A setting has an effect, or is refused.
+"""Every setting either has an effect or is refused.
 
 Every key of the schema is given another value. It must be refused, or change how the run is
 described before it starts, or be read outside of config and checks by a small run in which the

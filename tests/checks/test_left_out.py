@@ -1,4 +1,4 @@
-"""What a setting does not reach is said, with names and counts."""
+"""What a setting does not reach is reported, with names and counts."""
 
 from __future__ import annotations
 

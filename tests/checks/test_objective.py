@@ -1,4 +1,4 @@
-"""Objectives and transforms that do not exist, or do not fit, are found before anything runs."""
+"""Objectives and transforms that do not exist, or do not fit, are detected before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `overland` command as a user runs it: a process of its own."""
+"""The `overland` command as a user runs it: in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`overland check` on files from others that lie: exit code 2, a sentence for each, no trace."""
+"""`overland check` on malicious files: exit code 2, one sentence for each, no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training never needs the network: a run from text to checkpoints with every way out shut.
+"""Training never needs the network: a run from text to checkpoints with all connections blocked.
 
 Two walls: an audit hook in every Python process of the run (offline/sitecustomize.py), which also
 notes who tried, and, where the kernel lets us, a network namespace that has only the loopback.

@@ -36,7 +36,7 @@ def test_a_second_run_is_refused_and_changes_nothing_until_the_first_is_dead(
     try:
         wait_for_step(RUN / "metrics.jsonl", 30)
         step = 30
-        while latest_checkpoint(RUN / "checkpoint") is None:  # saved while training goes on
+        while latest_checkpoint(RUN / "checkpoint") is None:  # saved while training continues
             step += 10
             wait_for_step(RUN / "metrics.jsonl", step)
         code, seen = watched(RUN)

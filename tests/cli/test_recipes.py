@@ -1,4 +1,4 @@
-"""The recipes for fine-tuning, each as it is but for the model."""
+"""The recipes for fine-tuning, unchanged except for the model."""
 
 from __future__ import annotations
 

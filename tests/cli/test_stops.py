@@ -1,4 +1,4 @@
-"""Sessions that end early, as a cluster ends them: every way saves, exits with 75, and goes on with
+"""Sessions that end early, as a cluster ends them: every way saves, exits with 75, and resumes with
 the bits of an unbroken run."""
 
 from __future__ import annotations

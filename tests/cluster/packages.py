@@ -1,4 +1,4 @@
-"""Programs of the system that tests need, and what to do where they are not."""
+"""System programs that tests need, and what to do if they are missing."""
 
 from __future__ import annotations
 

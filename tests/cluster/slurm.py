@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: a controller and several virtual nodes, each a slurmd of its own.
+"""A real Slurm on this machine: a controller and several virtual nodes, each with its own slurmd.
 
 Everything lives in one folder, with ports of its own, beside whatever Slurm the machine may have.
 Each process of it, the jobs' included, carries the path of that folder's slurm.conf in its

@@ -1,4 +1,4 @@
-"""`overland doctor`: each thing that can be wrong is found, and nothing secret is shown."""
+"""`overland doctor`: every possible problem is found, and no secret is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signs of life: what one process writes, another reads whole."""
+"""Heartbeats: what one process writes, another never reads half-written."""
 
 from __future__ import annotations
 

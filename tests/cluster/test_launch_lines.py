@@ -99,7 +99,7 @@ def test_two_jobs_at_once_on_a_node_do_not_meet(slurm: Slurm, tmp_path: Path) ->
 
 @pytest.mark.long
 def test_torchruns_world_grows_between_restarts(tmp_path: Path) -> None:
-    """A second torchrun joins: the first one's rank saves, and both go on from there."""
+    """A second torchrun joins: the first one's rank saves, and both continue from there."""
     words = [*TORCHRUN, "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3",
              "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}",
              "--rdzv-conf=last_call_timeout=1", "-m", "overland", *WORDS,

@@ -1,4 +1,4 @@
-"""Who has a run folder, where Slurm is asked about it."""
+"""Who owns a run folder, when Slurm has to be asked."""
 
 from __future__ import annotations
 

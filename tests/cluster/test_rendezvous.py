@@ -1,4 +1,4 @@
-"""Ranks that belong together meet, and others do not, even at one port."""
+"""Ranks that belong together find each other, and others do not, even on the same port."""
 
 import socket
 import threading

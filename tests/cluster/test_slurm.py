@@ -1,4 +1,4 @@
-"""What a process finds under the real Slurm, and that this Slurm leaves nothing behind."""
+"""What a process finds under the real Slurm, and that the tests' Slurm leaves nothing behind."""
 
 from __future__ import annotations
 

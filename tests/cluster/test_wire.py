@@ -1,4 +1,5 @@
-"""Lines between nodes: only who knows the key is heard, and nothing listens to the world."""
+"""Connections between nodes: only peers that know the key are heard, and nothing listens
+publicly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which place a process finds itself in, from environments recorded under each launcher.
+"""How a process finds its place among the ranks, from environments recorded under each launcher.
 
 The files in `environments/` say in their first line where they come from. Two are written by
 documented names, since nobody here has a Cray.

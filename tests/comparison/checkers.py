@@ -1,4 +1,4 @@
-"""What a trainer does with a config that has a mistake in it, in a process of its own:
+"""What a trainer does with a config that has a mistake in it, in its own process:
 
     python -m tests.comparison.checkers TRAINER FOLDER
 

@@ -1,5 +1,5 @@
-"""Killed and resumed: what a trainer's model is given, and its losses, next to the same trainer's
-unbroken run.
+"""Killed and resumed: what a trainer's model is given, and its losses, compared with the same
+trainer's unbroken run.
 
 Each trainer trains in processes of its own. One run is left alone, one is killed with SIGKILL at a
 random step and resumed in the way that the trainer's documentation names, once on as many processes

@@ -1,4 +1,4 @@
-"""Configs of axolotl: what they come to here, what is said, and what is refused."""
+"""Configs of axolotl: what they resolve to here, what is reported, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs and descriptions from others: bounded, and one sentence where they are wrong."""
+"""Configs and descriptions from others: bounded, and one sentence if they are wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`model.from` means architecture, tokenizer and weights; `model.config` the architecture alone."""
+"""`model.from` means architecture, tokenizer and weights; `model.config` only the architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small corpora whose documents can be told apart: document i is its number, some times over."""
+"""Small corpora whose documents can be told apart: document i is its number, repeated."""
 
 from __future__ import annotations
 

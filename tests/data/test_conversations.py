@@ -1,4 +1,4 @@
-"""Records of every shape become conversations, and what cannot is one sentence."""
+"""Records of every shape become conversations, and those that cannot are one-sentence errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Epochs as a unit: a run of so many reads every document that often, and what fills up its last
-batch counts nothing."""
+"""Epochs as a unit: every document is read that many times, and what fills up the last batch does
+not count."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_every_document_comes_once_per_epoch(corpora: dict[str, Corpus]) -> None
 def test_batches_are_cut_to_their_longest_row(
     corpora: dict[str, Corpus], windows: int, least: float
 ) -> None:
-    """Also where windows do not end with a batch: a group begins in one and goes on in the next."""
+    """Also if windows do not end with a batch: a group begins in one and continues in the next."""
     grouped, plain = (rows_of(plan_of(corpora, one, windows), corpora) for one in (True, False))
     given = [0, 0]
     for batch in range(DOCUMENTS // ROWS):

@@ -1,4 +1,5 @@
-"""Images are read where they lie, each once per epoch, whoever asks; hostile files are refused."""
+"""Images are read in place, each once per epoch, on any number of ranks; hostile files are
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Data that was renamed between two sessions of a run is read on, or refused: never read again."""
+"""Data that was renamed between two sessions of a run continues where it was, or is refused, but is
+never read again."""
 
 from pathlib import Path
 

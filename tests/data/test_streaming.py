@@ -198,7 +198,7 @@ def test_the_cache_stays_within_its_bound_while_a_reader_goes_on(
     corpus = streamed(lines, tokenizer, tmp_path, processes=2, cache_bytes=bound)
     kept = corpus.shard(0)
     largest = 0
-    for number in [*range(30), *range(5)]:  # goes on with a second epoch: evicted ones come again
+    for number in [*range(30), *range(5)]:  # continues with a second epoch: evicted ones come again
         corpus.expect([n % 30 for n in range(number, number + 3)])
         np.testing.assert_array_equal(corpus.shard(number).tokens, complete.shard(number).tokens)
         largest = max(largest, sum(corpus.layout.made().values()))

@@ -224,7 +224,7 @@ def test_expressions_of_real_tokenizers_are_taken(folder: Path) -> None:
 
 
 def test_a_panic_of_the_library_is_one_sentence(folder: Path) -> None:
-    """What it prints by itself goes to stderr all the same."""
+    """What it prints by itself still goes to stderr."""
     edit(folder, pre_tokenizer={**SLOW, "pattern": {"Regex": r"(\h+)+z"}})
     with pytest.raises(DataError, match="its library failed with it"):
         Tokenizer(folder).encode("a" * 40)

@@ -1,4 +1,4 @@
-"""The loader by itself, as a training script of one's own uses it."""
+"""The loader by itself, as a user's own training script uses it."""
 
 import inspect
 import itertools

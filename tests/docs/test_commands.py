@@ -1,4 +1,5 @@
-"""What README and docs tell their readers to type is there, and works (docs/testing.md)."""
+"""The commands that README and docs tell their readers to type exist, and work
+(docs/testing.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links between pages lead somewhere, and commands on them exist."""
+"""Links between pages work, and commands on the pages exist."""
 
 import re
 from pathlib import Path

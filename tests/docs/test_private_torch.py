@@ -1,4 +1,5 @@
-"""docs/private_torch.md lists what the package uses of torch without a promise that it stays."""
+"""docs/private_torch.md lists what the package uses of torch without a promise that it will
+stay."""
 
 from __future__ import annotations
 

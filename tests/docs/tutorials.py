@@ -1,4 +1,4 @@
-"""How each page that is a story is run: what is made smaller, and what has to be there.
+"""How each tutorial is run: what is made smaller, and what it needs.
 
 `make test` runs the blocks of a page before `core`, `make prove-all` all of them. Both run them as
 they are written, but for `changes`: what the page shows → what is run.

@@ -1,4 +1,4 @@
-"""The scripts of a document, as they lie in a user's folder, and lines as the user types them."""
+"""The scripts of a document in a user's folder, and lines as the user types them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY = [
 
 
 def copied(name: str, folder: Path, *configs: str) -> Path:
-    """`overland init --from NAME` in an empty folder, with configs of the document beside it."""
+    """`overland init --from NAME` in an empty folder, with configs of the document next to it."""
     copy_scripts(name, folder)
     for config in configs:
         shutil.copy(HERE / config, folder)

@@ -75,7 +75,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def write_tasks(folder: Path, num_documents: int = 12, text_words: int = 30) -> Path:
-    """Definitions in `folder`, and their data beside them."""
+    """Definitions in `folder`, and their data next to them."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(11)
     files = {}

@@ -1,4 +1,5 @@
-"""`overland eval` of a run: on what it validates on, beside its checkpoint, shown by `watch`."""
+"""`overland eval` of a run: on its validation data, saved next to its checkpoint, shown by
+`watch`."""
 
 from __future__ import annotations
 

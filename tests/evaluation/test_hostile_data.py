@@ -1,4 +1,5 @@
-"""Evaluations of data, folders and settings that are odd or wrong: a sentence, and nothing lost."""
+"""Evaluations of data, folders and settings that are odd or wrong: one sentence each, and nothing
+is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening a run: what is missing is told in a sentence."""
+"""Opening a run: whatever is missing is reported in one sentence."""
 
 import re
 from pathlib import Path

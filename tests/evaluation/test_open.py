@@ -1,4 +1,4 @@
-"""Models open from every format, with the same weights, and what is missing is said."""
+"""Models open from every format, with the same weights, and whatever is missing is reported."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Perplexity: every token once, the numbers of a plain loop of transformers, on any number of
-ranks, and what was killed continues."""
+ranks, and killed evaluations resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores are those of transformers, and settings that mean nothing are refused."""
+"""Scores are those of transformers, and meaningless settings are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Tasks of the harness on our models: the same prompts, ids and scores as plain transformers, on
-any number of ranks, continued after a kill."""
+any number of ranks, resumed after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hub on loopback, true enough that the real huggingface_hub speaks with it.
+"""A Hub on loopback, realistic enough for the real huggingface_hub to work with it.
 
 Large files (by suffix) are LFS: `resolve` answers with a redirect to another path, as the Hub does
 with its content network, and X-Linked-Size and X-Linked-Etag. No answer has X-Xet headers, so

@@ -1,4 +1,4 @@
-"""`overland fetch`: what is chosen, resumed, verified and told."""
+"""`overland fetch`: what is chosen, resumed, verified and reported."""
 
 from __future__ import annotations
 

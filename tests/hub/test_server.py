@@ -1,4 +1,5 @@
-"""The test server is true enough: huggingface_hub's own verbs work with it, Xet left on."""
+"""The test server is realistic enough: huggingface_hub's own functions work with it, with Xet
+enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels compute, beside what their plain twins define and float64.
+"""What the Triton kernels compute, compared with their plain definitions and with float64.
 
 Run by test_triton.py, in Triton's interpreter. It cuts off digits where a GPU rounds to the nearest
 number, and loses its way where an 8-bit one is rounded up: numbers that fit are compared exactly,

@@ -1,4 +1,4 @@
-"""What the kernels for generation compute, beside what their plain twins define.
+"""What the kernels for generation compute, compared with their plain definitions.
 
 Run by test_triton.py, in Triton's interpreter.
 """

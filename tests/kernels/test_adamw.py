@@ -1,4 +1,4 @@
-"""The update of parameters in halves is the update of whole ones."""
+"""The update of split master weights is the update of whole ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_split_update_equals_torch(decoupled: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("in_halves", [True, False])
 def test_narrow_moments_are_right_on_average(in_halves: bool) -> None:
     """An equal gradient for 4096 numbers, 300 times: rounded to nearest, the slow mean would stop
-    early; by chance, each number is somewhere else, and their mean is where it should be."""
+    early; with stochastic rounding, each number differs, and their mean is where it should be."""
     torch.manual_seed(0)
     size, steps = 4096, 300
     rule = AdamW(beta2=0.999, bf16_moments=True)

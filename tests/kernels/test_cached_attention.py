@@ -1,4 +1,4 @@
-"""One query per row over the keys that are kept: as attention over exactly those it sees."""
+"""One query per row over the cached keys equals attention over exactly those that it sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit casts and products: what they keep, what they lose, and what they do with the odd."""
+"""8-bit casts and products: what they keep, what they lose, and what they do with odd values."""
 
 from __future__ import annotations
 

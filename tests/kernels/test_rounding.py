@@ -1,4 +1,4 @@
-"""bfloat16 by chance."""
+"""Stochastic rounding to bfloat16."""
 
 from __future__ import annotations
 

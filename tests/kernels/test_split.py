@@ -1,4 +1,4 @@
-"""A float32 number kept in halves is the same number."""
+"""A float32 number that is split and joined is the same number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of sparse layers register: a masked dense twin, and methods of one's own."""
+"""What tests of sparse layers register: a masked dense twin, and custom methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sorted_mask(weight_OD: Tensor, kept: int, group: int) -> Tensor:
 
 
 class Twin(Transform):
-    """Straight-through masks by their definition, made anew in every pass."""
+    """Straight-through masks by their definition, made again in every pass."""
 
     def apply(self, model: nn.Module) -> None:
         for block in blocks_of(model).values():

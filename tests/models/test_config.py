@@ -1,4 +1,4 @@
-"""config.json in and out: read back the same, refused by name."""
+"""config.json in and out: read back unchanged, or refused by name."""
 
 from __future__ import annotations
 

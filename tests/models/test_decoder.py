@@ -1,4 +1,4 @@
-"""The decoder in parts, in other types, and as the trainer calls it."""
+"""The decoder in parts, in other dtypes, and as the trainer calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: near the wide ones, and what is shared or kept."""
+"""Linear layers in 8 bits: close to the wide ones, and what is shared or kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits: values, products, and runs beside the same weights written out."""
+"""Frozen weights in 4 bits: values, products, and runs compared with the same weights unpacked."""
 
 from __future__ import annotations
 

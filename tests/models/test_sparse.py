@@ -1,4 +1,4 @@
-"""N:M sparse layers: what they compute, that masks are state, and what leaves as weights."""
+"""N:M sparse layers: what they compute, that masks are state, and which weights are exported."""
 
 from __future__ import annotations
 

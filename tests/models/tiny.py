@@ -1,4 +1,4 @@
-"""Tiny models of every family, as config.json contents in the forms found in the wild."""
+"""Tiny models of every family, as config.json contents in the forms found in practice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates of memory and disk go by what an optimizer says it keeps."""
+"""Estimates of memory and disk space use what an optimizer says it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders that were written before optimizers became a package load to the bit and resume."""
+"""Run folders that were written before optimizers became a package load bit for bit and resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof of layouts finds mistakes: wrong code is patched into the ranks of a layout, and its
+"""The proof of layouts detects mistakes: wrong code is patched into the ranks of a layout, and its
 numbers must differ from those of one process."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How each axis cuts what it cuts."""
+"""How each axis splits what it splits."""
 
 from types import SimpleNamespace
 from typing import Any

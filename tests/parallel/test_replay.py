@@ -1,4 +1,5 @@
-"""A recorded step: what it reads and writes has fixed places, and it gives what a plain one gives.
+"""A recorded step: what it reads and writes has fixed addresses, and its results are those of a
+plain one.
 
 The recording itself needs a GPU; here `record` is a stand-in with the same contract: it computes
 into the tensors that it made the first time (benchmarks/gpu/replay.py compares bits on a GPU)."""

@@ -1,5 +1,5 @@
-"""Several ranks on one GPU. That they train as ranks on several do is proven on a GPU
-(`overland prove layout --device cuda`); here, what they are told."""
+"""Several ranks on one GPU. That they train as ranks on several do is proven on a GPU (`overland
+prove layout --device cuda`); here, what they are given."""
 
 from __future__ import annotations
 

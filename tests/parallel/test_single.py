@@ -1,4 +1,4 @@
-"""One device: no sharding, and float32 masters in halves that train and load as whole ones."""
+"""One device: no sharding, and split float32 master weights that train and load like whole ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model of one's own trains on arrays: sessions on other ranks, and a short last batch."""
+"""A custom model trains on arrays: sessions on different numbers of ranks, and a short last
+batch."""
 
 from __future__ import annotations
 

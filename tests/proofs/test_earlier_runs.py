@@ -1,4 +1,4 @@
-"""Corpora and runs that an earlier version has made still read, resume and prove."""
+"""Corpora and runs made by an earlier version can still be read, resumed and proven."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table that a long proof fills, row by row, and goes on with."""
+"""The table that a long proof fills, row by row, and resumes from."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`overland ls` finds runs, says how they are, and survives whatever lies between them."""
+"""`overland ls` finds runs, reports their state, and survives whatever lies between them."""
 
 from __future__ import annotations
 

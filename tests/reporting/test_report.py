@@ -1,4 +1,4 @@
-"""What a report says of runs in whatever state they are."""
+"""What a report says about runs in any state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The server of a live page: on loopback, for who knows its address, and nothing but the page."""
+"""The server of a live page: on loopback, for whoever knows its address, and nothing but the
+page."""
 
 from __future__ import annotations
 

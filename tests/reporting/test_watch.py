@@ -1,4 +1,4 @@
-"""What a run folder tells, in whatever state it is."""
+"""What a run folder reveals, in any state."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_the_marker_of_the_last_step_says_finished(tmp_path: Path) -> None:
     seen = look(run)
     assert (seen.state, seen.seconds_left) == ("finished", None)
     assert finished_words(seen).startswith(f"Finished: 50 steps in {run}, with a loss of 0.19")
-    longer = make_run(run, steps=80)  # it is to go on
+    longer = make_run(run, steps=80)  # it is to continue
     (longer / "live.json").unlink()
     (longer / "attempts.jsonl").unlink()
     assert look(longer).state == "stopped"

@@ -1,5 +1,5 @@
-"""The examples of docs/examples, each a module of a user's own: they compute the same in every
-layout, and no file of the package knows of them."""
+"""The examples of docs/examples, each a user's own module: they compute the same in every layout,
+and no file of the package knows of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Frozen weights are not saved again: a checkpoint says where they are, and is whole with them."""
+"""Frozen weights are not saved again: a checkpoint says where they are, and is complete with
+them."""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ def test_check_knows_what_a_checkpoint_leaves_out(
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.delitem(sys.modules, "low_rank", raising=False)
     importlib.import_module("low_rank")
-    del sys.modules["low_rank"]  # others import it anew
+    del sys.modules["low_rank"]  # others import it again
     assert rehearsed(config(4, 2)) == ""
     assert "model.transforms" in rehearsed(config(4, 3))
     base.rename(tmp_path / "moved")

@@ -1,4 +1,4 @@
-"""A user's own network gets what it describes itself for, and is refused the rest by name."""
+"""A user's own network can use what it describes itself for, and is refused the rest by name."""
 
 from __future__ import annotations
 

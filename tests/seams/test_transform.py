@@ -18,7 +18,7 @@ from tests.jobs import TINY_MODEL, tiny_job
 
 
 class Shift(Transform):
-    """Adds a vector to what each attention returns; its rule speaks of every parameter."""
+    """Adds a vector to what each attention returns; its rule covers every parameter."""
 
     only_new = True
 

@@ -1,4 +1,4 @@
-"""A model of images trains end to end: from the command line, in every layout that it can have,
+"""A model of images trains end to end: from the command line, in every layout that it supports,
 resumed and exported."""
 
 from __future__ import annotations

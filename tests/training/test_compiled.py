@@ -1,4 +1,4 @@
-"""What was compiled is kept in the run folder, and a file that cannot be read does no harm."""
+"""Compiled code is kept in the run folder, and an unreadable file does no harm."""
 
 from __future__ import annotations
 

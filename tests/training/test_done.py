@@ -1,4 +1,4 @@
-"""The done-marker, by which job scripts know that nothing is left to do."""
+"""The file `done`, which tells job scripts that nothing is left to do."""
 
 from pathlib import Path
 

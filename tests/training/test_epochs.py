@@ -1,4 +1,4 @@
-"""A run that is asked for epochs."""
+"""A run whose length is set in epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that go wrong are skipped, said, and never learned from."""
+"""Steps that go wrong are skipped, reported, and never learned from."""
 
 import json
 from collections.abc import Callable

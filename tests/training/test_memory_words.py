@@ -1,4 +1,4 @@
-"""Without memory a run ends in one sentence, with ways out."""
+"""A run that is out of memory ends with one sentence and suggested fixes."""
 
 from __future__ import annotations
 

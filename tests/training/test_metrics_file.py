@@ -51,7 +51,7 @@ def test_a_new_file_is_begun(tmp_path: Path) -> None:
 
 
 class Dies(Callback):
-    """Ends the session without a word after a step, as a kill does."""
+    """Ends the session silently after a step, as a kill does."""
 
     def __init__(self, run: Run, step: int) -> None:
         self.step = step
@@ -88,7 +88,7 @@ def steps_in_tensorboard(folder: Path) -> dict[str, list[int]]:
 def test_what_was_logged_of_undone_steps_is_void_everywhere(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    """The first session dies at step 8; the second goes on from step 4 and logs less often, so no
+    """The first session dies at step 8; the second resumes from step 4 and logs less often, so no
     step of the first is overwritten by one of the second."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -157,7 +157,7 @@ def test_no_run_ends_for_a_picture(tmp_path: Path) -> None:
 def test_a_full_disk_costs_neither_the_run_nor_its_numbers(
     tmp_path: Path, kind: type[MetricsFile] | type[TensorBoard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told once while it lasts; later logs write what is late."""
+    """It is reported once while it lasts; later logs write what is late."""
     said: list[str] = []
     (tmp_path / "metrics.jsonl").touch()
     folder = SimpleNamespace(metrics=tmp_path / "metrics.jsonl", tb=tmp_path / "tb")

@@ -1,4 +1,4 @@
-"""Two runs in one folder are kept apart, and a dead one is in nobody's way."""
+"""Two runs in one folder are kept apart, and a dead one does not block anyone."""
 
 from __future__ import annotations
 

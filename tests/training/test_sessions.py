@@ -1,4 +1,5 @@
-"""What sessions.jsonl tells of a run's sessions, and metrics.jsonl of where their time went."""
+"""What sessions.jsonl says about a run's sessions, and metrics.jsonl about where their time
+went."""
 
 from __future__ import annotations
 

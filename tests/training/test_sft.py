@@ -1,5 +1,5 @@
 """Training on conversations: the loss is the same however rows are packed and split, and a changed
-mask is found."""
+mask is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Small files that would take all memory, hang or crash are refused, whoever reads them."""
+"""Small files that would exhaust memory, hang or crash the reader are refused, whatever opens
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Files made to do harm: refused by name, nothing of them runs, nothing is written elsewhere."""
+"""Malicious files are refused by name; none of their code runs, and nothing is written
+elsewhere."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def test_payload_in_dcp_metadata(tmp_path: Path, sentinel: Path) -> None:
 
 
 def test_payload_in_a_dcp_item(tmp_path: Path, sentinel: Path) -> None:
-    """Objects beside tensors are files of torch.save, too."""
+    """Objects next to tensors are files of torch.save, too."""
     state = {"model": {"w": torch.ones(3)}, "train_state": {"x": Payload(sentinel)}}
     dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
     assert_refused(tmp_path / "a", tmp_path, r"names posix\.system")

@@ -1,4 +1,4 @@
-"""What other optimizers than AdamW keep survives every format that has a place for it."""
+"""The state of optimizers other than AdamW survives every format that has a place for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that the real PEFT wrote: read, written again, and put into the weights."""
+"""Adapters that the real PEFT wrote: read, written back, and merged into the weights."""
 
 from __future__ import annotations
 

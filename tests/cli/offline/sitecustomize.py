@@ -1,4 +1,4 @@
-"""On PYTHONPATH, refuses every process each way out of the machine, and notes who tried.
+"""On PYTHONPATH, blocks all network access of every process, and records which ones tried.
 
 Python imports a module of this name at its start, in children as well. What is written in C++ does
 not pass here: a network namespace without a way out stops that.

@@ -1,4 +1,5 @@
-"""Nodes that are truly bad: what a node's Python finds when it starts, or how it is started.
+"""Nodes that really are bad: because of what a node's Python finds when it starts, or how it is
+started.
 
 Python imports `sitecustomize` from the path before anything else; each fault is one, and a shell
 around the task puts it on the path of the node that is to have it.

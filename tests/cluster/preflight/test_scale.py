@@ -1,4 +1,4 @@
-"""The conductor with 640 nodes: connections that answer at once, as tasks would."""
+"""The conductor with 640 nodes: connections that answer immediately, as tasks would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Four nodes of a real Slurm, some of them truly bad: each is named, for the right reason."""
+"""Four nodes of a real Slurm, some of them really bad: each is named, for the right reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NCCL sends over, read from its log, and TCP where there is a fabric."""
+"""The transport that NCCL uses, read from its log, and TCP on nodes that have a fabric."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The node that the supervisor itself runs on is lost: a guard on another one gives the job back to
-Slurm, which runs it again on good ones."""
+"""If the supervisor's own node is lost, a guard on another node gives the job back to Slurm, which
+runs it again on good nodes."""
 
 from __future__ import annotations
 

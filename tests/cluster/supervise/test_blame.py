@@ -1,4 +1,4 @@
-"""Who is to blame where silence says one thing and a rank another: on real (virtual) nodes."""
+"""Who is to blame when silence says one thing and a rank another: on real (virtual) nodes."""
 
 from __future__ import annotations
 

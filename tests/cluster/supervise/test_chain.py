@@ -1,4 +1,5 @@
-"""Chains of jobs on the real Slurm: they cross walltime limits, and stop where it is of no use."""
+"""Chains of jobs on the real Slurm: they cross time limits, and stop when continuing is
+pointless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A full disk: a node's own makes room for a spare, a shared one is waited for; no chain ends."""
+"""A full disk: if it is a node's own, a spare takes over; if it is shared, the job waits; no chain
+ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ended an attempt, from what ranks, srun and the silence say."""
+"""What ended an attempt, judging by ranks, srun and silence."""
 
 from __future__ import annotations
 

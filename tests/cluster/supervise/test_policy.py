@@ -1,4 +1,4 @@
-"""What is done after an attempt that failed: from the attempts before it alone."""
+"""What follows a failed attempt, decided only from the attempts before it."""
 
 from __future__ import annotations
 

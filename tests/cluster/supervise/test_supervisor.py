@@ -1,6 +1,6 @@
-"""One job on four real (virtual) nodes, two of them spares, to which much happens, in a long story
-everything, with two ranks on each node: it goes on by itself each time, and ends with the bits of a
-run that nothing happened to."""
+"""One job on four real (virtual) nodes, two of them spares, that suffers one fault after another
+(in the long version, every kind, with two ranks on each node): it resumes by itself each time, and
+ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who hangs, who is silent, who is slow: from signs of life alone."""
+"""Which ranks hang, are silent or are slow, judging only by heartbeats."""
 
 from __future__ import annotations
 

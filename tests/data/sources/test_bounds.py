@@ -1,4 +1,4 @@
-"""Datasets and tokenizers from others: what they claim is checked before it is believed."""
+"""Datasets and tokenizers from others: their claims are checked before they are trusted."""
 
 from __future__ import annotations
 

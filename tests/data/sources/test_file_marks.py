@@ -1,4 +1,4 @@
-"""A changed corpus is noticed, and the file that changed is named."""
+"""A changed corpus is detected, and the file that changed is named."""
 
 import json
 import os

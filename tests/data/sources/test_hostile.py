@@ -1,4 +1,5 @@
-"""Data files that lie about what they hold, or unfold to more than any memory: a sentence each."""
+"""Data files that lie about their contents, or expand to more than any memory: one sentence
+each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders as `datasets` saves them and as they lie on the hub; laid out here with pyarrow."""
+"""Folders as `datasets` saves them and as the Hub stores them; laid out here with pyarrow."""
 
 import json
 from pathlib import Path
