@@ -64,30 +64,20 @@ _LLAMA3_8B = replace(
 )
 _LLAMA32: dict[str, Any] = {"tie_word_embeddings": True, "rope": _llama3_rope(32.0)}
 # torchtitan's: its rule (4 d x 2/3, rounded up to 256) gives 768 for the MLP.
-_LLAMA3_DEBUG = DecoderConfig(
-    model_type="llama",
+_LLAMA3_DEBUG = replace(
+    _sized(_LLAMA3_8B, 256, 768, 6, 16, 16, head_dim=16),
     vocab_size=2048,
-    hidden_size=256,
-    intermediate_size=768,
-    num_hidden_layers=6,
-    num_attention_heads=16,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
     rope=RopeConfig(rope_theta=500000.0),
+    bos_token_id=None,
+    eos_token_id=None,
 )
-_MISTRAL_V01 = DecoderConfig(
+_MISTRAL_V01 = replace(
+    _LLAMA2_7B,
     model_type="mistral",
-    vocab_size=32000,
-    hidden_size=4096,
     intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
     num_key_value_heads=8,
     max_position_embeddings=32768,
-    rms_norm_eps=1e-5,
     sliding_window=4096,
-    bos_token_id=1,
-    eos_token_id=2,
 )
 _MISTRAL_V03 = replace(
     _MISTRAL_V01, vocab_size=32768, sliding_window=None, rope=RopeConfig(rope_theta=1e6)
