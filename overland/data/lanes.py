@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.arrays import Arrays
-from overland.data.order import permute
+from overland.data.order import groups, permute
 from overland.data.plan import Segment
 from overland.data.shard import WEIGHTS
 from overland.data.sources.image_files import ArrayList
@@ -246,8 +246,7 @@ class ImageStream(Lane):
         if self.max_epochs is not None and epoch.size and epoch.max() >= self.max_epochs:
             raise Exhausted(self.name, self.max_epochs)
         if self.reading.shuffle:
-            for one in np.unique(epoch).tolist():
-                now = epoch == one
+            for one, now in groups(epoch):
                 place[now] = permute(place[now], size, "images", self.reading.seed, self.name, one)
         return place, epoch
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.corpus import Corpus, DamagedSizes
-from overland.data.order import Counts, Mixture, permute, spread
+from overland.data.order import Counts, Mixture, groups, permute, spread
 from overland.data.plan import PlannedSource
 from overland.data.shard import Shard
 from overland.data.sources.file_marks import digest_of
@@ -221,8 +221,7 @@ class SourceWindows:
         if not self.reading.shuffle:
             return places
         epochs = (windows // self.per_epoch)[which]
-        for epoch in np.unique(epochs).tolist():
-            now = epochs == epoch
+        for epoch, now in groups(epochs):
             places[now] = self._permute(places[now], self.corpus.num_shards, "shards", epoch)
         return places
 
