@@ -137,9 +137,7 @@ class Shard:
 
     def _compare(self, found: int, stored: int) -> None:
         if found != stored:
-            raise DataError(
-                f"{self.path} is damaged: its checksum does not match; delete it and build it again"
-            )
+            raise _unusable(self.path, "is damaged: its checksum does not match")
 
 
 def open_shard(path: Path) -> Shard:
@@ -157,10 +155,8 @@ def open_shard(path: Path) -> Shard:
     sums_at = marks_at + 8 * about.num_documents
     end = sums_at + 8 * num_blocks + about.note_bytes
     if size != end:
-        raise DataError(
-            f"{path} is truncated or damaged: it has {size:,} bytes, but its header says "
-            f"{end:,}; delete it and build it again"
-        )
+        what = f"is truncated or damaged: it has {size:,} bytes, but its header says {end:,}"
+        raise _unusable(path, what)
     tokens, *rest = (
         np.frombuffer(data, dtype, about.num_tokens, at)
         for dtype, at in zip(types, places, strict=True)
@@ -321,9 +317,7 @@ def _read_note(
         channels = {name: np.dtype(one).str for name, one in note["channels"].items()}
         return (first, last), channels, dict(note.get("counts", {}))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise DataError(
-            f"{path} is truncated or damaged: its end cannot be read; delete it and build it again"
-        ) from None
+        raise _unusable(path, "is truncated or damaged: its end cannot be read") from None
 
 
 def _head(info: ShardInfo, width: int, note_bytes: int) -> bytes:
@@ -349,9 +343,7 @@ class _Head(NamedTuple):
 
 def _parse(head: bytes, path: Path) -> _Head:
     if len(head) < HEAD.size or not head.startswith(MAGIC):
-        raise DataError(
-            f"{path} is not a token shard, or is truncated; delete it and build it again"
-        )
+        raise _unusable(path, "is not a token shard, or is truncated")
     about = _Head(*HEAD.unpack(head))
     if about.format != FORMAT:
         raise DataError(
@@ -359,5 +351,9 @@ def _parse(head: bytes, path: Path) -> _Head:
             "build it again"
         )
     if about.check != zlib.crc32(HEAD.pack(*about[:-1], 0)):
-        raise DataError(f"{path} is damaged in its header; delete it and build it again")
+        raise _unusable(path, "is damaged in its header")
     return about
+
+
+def _unusable(path: Path, what: str) -> DataError:
+    return DataError(f"{path} {what}; delete it and build it again")
