@@ -27,6 +27,7 @@ from overland.words import any_of
 
 Message: TypeAlias = Mapping[str, Any]
 """A turn: `role`, `content`, and whatever else the template uses."""
+Tools: TypeAlias = Sequence[Any] | None
 Piece: TypeAlias = str | int
 """Input of the tokenizer: text without special tokens, or the id of a special token."""
 Cut: TypeAlias = tuple[int, bool]
@@ -131,10 +132,7 @@ class ChatTemplate:
         self._run(self.source, ([], None), [])
 
     def write(
-        self,
-        turns: Sequence[Message],
-        weights: Sequence[float] | None = None,
-        tools: Sequence[Any] | None = None,
+        self, turns: Sequence[Message], weights: Sequence[float] | None = None, tools: Tools = None
     ) -> RenderedChat:
         """Writes a conversation. `weights` are the loss weights of the turns, which are 0 for all
         but the assistant's; without them, every token counts."""
@@ -160,15 +158,13 @@ class ChatTemplate:
             )
         return self._split(text, said)
 
-    def write_prompt(
-        self, turns: Sequence[Message], tools: Sequence[Any] | None = None
-    ) -> tuple[Piece, ...]:
+    def write_prompt(self, turns: Sequence[Message], tools: Tools = None) -> tuple[Piece, ...]:
         """Writes a conversation up to where the assistant answers."""
         self._check_tools(turns, tools)
         (text,) = self._render(turns, tools, [(len(turns), True)])
         return self._split(_unmarked(text), []).pieces
 
-    def _check_tools(self, turns: Sequence[Message], tools: Sequence[Any] | None) -> None:
+    def _check_tools(self, turns: Sequence[Message], tools: Tools) -> None:
         """Rejects what the template would silently leave out."""
         has_calls = any(turn.get("tool_calls") for turn in turns)
         for name, is_used in (("tools", tools), ("tool_calls", has_calls)):
@@ -205,9 +201,7 @@ class ChatTemplate:
             done = len(answered)
         return "".join([*parts, text[done:]])
 
-    def _render(
-        self, turns: Sequence[Message], tools: Sequence[Any] | None, cuts: Sequence[Cut]
-    ) -> list[str]:
+    def _render(self, turns: Sequence[Message], tools: Tools, cuts: Sequence[Cut]) -> list[str]:
         """Returns what the template writes, with its marks, if any, and with quotes for the names
         of special tokens that messages and tools contain."""
         found: set[str] = set()

@@ -25,6 +25,8 @@ from overland.errors import DataError
 from overland.words import any_of
 
 Record: TypeAlias = Mapping[str, Any]
+Turn: TypeAlias = dict[str, Any]
+Tools: TypeAlias = tuple[Any, ...] | None
 Shape = Literal["messages", "sharegpt", "completion", "instruction", "text", "preference"]
 WORDS: dict[Shape, str] = {
     "messages": "conversations",
@@ -61,7 +63,7 @@ class Conversation:
     """The loss weight of each turn, if the turn specifies one."""
     num_given: int = 0
     """The number of turns at the beginning that form the prompt, which is not learned."""
-    tools: tuple[Any, ...] | None = None
+    tools: Tools = None
     texts: tuple[str, str] | None = None
     """A prompt and what completes it."""
 
@@ -251,12 +253,7 @@ def _check_texts(record: Record, columns: Columns) -> None:
         )
 
 
-def _completed(
-    record: Record,
-    columns: Columns,
-    before: list[dict[str, Any]],
-    tools: tuple[Any, ...] | None,
-) -> Conversation:
+def _completed(record: Record, columns: Columns, before: list[Turn], tools: Tools) -> Conversation:
     prompt, answer = columns.prompt, columns.answer
     given = _value(record, prompt)
     if isinstance(given, str | None) and _is_text(record.get(answer)):
@@ -270,7 +267,7 @@ def _completed(
     return _continued(before, asked, answered[end:], tools)
 
 
-def _asked(record: Record, prompt: str) -> list[dict[str, Any]]:
+def _asked(record: Record, prompt: str) -> list[Turn]:
     """Returns the turns of a prompt; a text is what the user says."""
     given = _value(record, prompt)
     if isinstance(given, str) and not _is_talk(given):
@@ -292,19 +289,14 @@ def _end_of(asked: Sequence[Message], turns: Sequence[Message]) -> int:
 
 
 def _continued(
-    before: list[dict[str, Any]],
-    asked: list[dict[str, Any]],
-    answered: list[dict[str, Any]],
-    tools: tuple[Any, ...] | None,
+    before: list[Turn], asked: list[Turn], answered: list[Turn], tools: Tools
 ) -> Conversation:
     if asked and asked[0]["role"] == "system":
         before = []
     return _told([*before, *asked, *answered], len(before) + len(asked), tools)
 
 
-def _told(
-    turns: Sequence[dict[str, Any]], num_given: int, tools: tuple[Any, ...] | None
-) -> Conversation:
+def _told(turns: Sequence[Turn], num_given: int, tools: Tools) -> Conversation:
     said = tuple(_said(turn, number) for number, turn in enumerate(turns, start=1))
     bare = tuple({k: v for k, v in turn.items() if k not in FLAGS} for turn in turns)
     return Conversation(bare, said, num_given, tools)
@@ -326,7 +318,7 @@ def _said(turn: Message, number: int) -> float | None:
     return None
 
 
-def turns_in(record: Record, column: str, renames: bool = False) -> list[dict[str, Any]]:
+def turns_in(record: Record, column: str, renames: bool = False) -> list[Turn]:
     value = record.get(column)
     items = [value] if isinstance(value, Mapping) and value else listed(value)
     if not items:
@@ -334,7 +326,7 @@ def turns_in(record: Record, column: str, renames: bool = False) -> list[dict[st
     return [_turn(item, number, renames) for number, item in enumerate(items, start=1)]
 
 
-def _turn(item: Any, number: int, renames: bool) -> dict[str, Any]:
+def _turn(item: Any, number: int, renames: bool) -> Turn:
     """Returns a turn as it is, for a template to interpret. Only the keys `from` and `value` get
     their usual names, and roles with `from`."""
     if not isinstance(item, Mapping):
@@ -365,12 +357,12 @@ def _check_parts(value: Any, number: int) -> None:
             raise ChatError(f"turn {number} has content of type {what}; expected text")
 
 
-def _system(record: Record, columns: Columns) -> list[dict[str, Any]]:
+def _system(record: Record, columns: Columns) -> list[Turn]:
     text = _text(record, columns.system, optional=True)
     return [{"role": "system", "content": text}] if text else []
 
 
-def _tools(record: Record, columns: Columns) -> tuple[Any, ...] | None:
+def _tools(record: Record, columns: Columns) -> Tools:
     value = _value(record, columns.tools)
     if value in (None, [], ()) or (isinstance(value, str) and value.strip() in NO_TOOLS):
         return None

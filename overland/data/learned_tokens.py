@@ -37,6 +37,7 @@ from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from overland.words import any_of
 
+Array: TypeAlias = npt.NDArray[Any]
 Changes: TypeAlias = dict[str, tuple[Any, Any]]
 RULES = 2  # part of every fingerprint; increased when the same conversations give other tokens
 SHOWN = 80  # tokens of a sample, in a message
@@ -54,7 +55,7 @@ class Encoded(NamedTuple):
     """What was done to it, to be counted."""
 
 
-Sample: TypeAlias = tuple[Mapping[str, npt.NDArray[Any]], tuple[str, ...]]
+Sample: TypeAlias = tuple[Mapping[str, Array], tuple[str, ...]]
 """The arrays of a sample, and what was done to it, to be counted."""
 
 
@@ -194,7 +195,7 @@ class Writer:
             raise Skipped("too long")
         return "truncated" if self.sft.too_long == "truncate" else "split"
 
-    def shown(self, ids: npt.NDArray[Any]) -> str:
+    def shown(self, ids: Array) -> str:
         """Returns the beginning of a sample, for messages."""
         more = " …" if len(ids) > SHOWN else ""
         return repr("".join(self.tokenizer.pieces(ids[:SHOWN].tolist()))) + more
@@ -273,9 +274,7 @@ class PairWriter(Writer):
         share = self.settings.max_prompt or self.room // 2
         return min(max(share, self.room - longest), self.room - 1)
 
-    def _cut(
-        self, ids: npt.NDArray[Any], weights: npt.NDArray[Any], for_prompt: int
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    def _cut(self, ids: Array, weights: Array, for_prompt: int) -> tuple[Array, Array]:
         border = prompt_length(weights)
         places = np.arange(len(ids))
         prompt = _kept(places[:border], for_prompt, self.settings.prompt_side)
@@ -284,12 +283,12 @@ class PairWriter(Writer):
         return ids[kept], weights[kept]
 
 
-def prompt_length(weights: npt.NDArray[Any]) -> int:
+def prompt_length(weights: Array) -> int:
     """Returns the number of tokens before the first one that counts."""
     return int(np.flatnonzero(weights)[0])
 
 
-def _kept(places: npt.NDArray[Any], room: int, lost: str) -> npt.NDArray[Any]:
+def _kept(places: Array, room: int, lost: str) -> Array:
     """Returns the places to keep, without those on the side that is cut off."""
     return places[max(0, len(places) - room) :] if lost == "left" else places[:room]
 
@@ -341,9 +340,7 @@ def weights_of(told: Conversation, learn: str) -> list[float] | None:
     return weights
 
 
-def encode(
-    tokenizer: Tokenizer, written: RenderedChat
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def encode(tokenizer: Tokenizer, written: RenderedChat) -> tuple[Array, Array]:
     """Returns the token ids of a written conversation, and the loss weight of each."""
     ids, starts, stops = tokenizer.encode_pieces(written.pieces)
     weights = np.zeros(len(ids), np.float32)

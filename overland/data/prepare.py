@@ -39,10 +39,10 @@ from overland.data.plan import (
     plan_under,
     under,
 )
-from overland.data.sampler import AnyCorpus, Sampler, one_kind
+from overland.data.sampler import AnyCorpus, Corpora, Sampler, one_kind
 from overland.data.sft import tokenizer_for_chats
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
-from overland.data.wanted import WantedSource, held_out_sources, sources_of, validates_on_holdout
+from overland.data.wanted import Sources, held_out_sources, sources_of, validates_on_holdout
 from overland.data.windows import Reading
 from overland.errors import DataError
 from overland.plugins import plugin
@@ -239,10 +239,7 @@ def _held_out_set(
 
 
 def tokenizer_for(
-    config: JobConfig,
-    wanted: Mapping[str, WantedSource],
-    vocab_size: int | None,
-    preparer: Preparer,
+    config: JobConfig, wanted: Sources, vocab_size: int | None, preparer: Preparer
 ) -> Tokenizer | None:
     """Opens the model's own tokenizer, or one trained on the training text, in `data.folder`."""
     opened = partial(open_tokenizer, config=config, wanted=wanted, preparer=preparer)
@@ -256,9 +253,7 @@ def tokenizer_for(
     return opened(Path(path)) if path else None
 
 
-def open_tokenizer(
-    path: Path, config: JobConfig, wanted: Mapping[str, WantedSource], preparer: Preparer
-) -> Tokenizer:
+def open_tokenizer(path: Path, config: JobConfig, wanted: Sources, preparer: Preparer) -> Tokenizer:
     """Opens a tokenizer with the policy of the config, of the run that is resumed, of a built
     corpus, or its own, in this order."""
     if config.sft.shape != "off":
@@ -278,7 +273,7 @@ def open_tokenizer(
 
 def one_tokenizer(
     given: Tokenizer | None,
-    corpora: Mapping[str, AnyCorpus],
+    corpora: Corpora,
     asked: Policy = UNKNOWN,
     whose: str = "the model's",
 ) -> Tokenizer | None:
@@ -336,7 +331,7 @@ def kept_policy(run: Path) -> Policy:
     return Policy(*(one if isinstance(one, bool) else None for one in found))
 
 
-def _built_policy(wanted: Mapping[str, WantedSource]) -> tuple[Policy, str]:
+def _built_policy(wanted: Sources) -> tuple[Policy, str]:
     """Returns the policy of the first built text corpus among the sources, and its folder."""
     for one in wanted.values():
         if folder := one.built:
@@ -377,7 +372,7 @@ def check_still_there(plan: Plan, sources: Collection[str]) -> None:
         )
 
 
-def _refuse_same_bytes(plan: Plan, corpora: Mapping[str, AnyCorpus]) -> None:
+def _refuse_same_bytes(plan: Plan, corpora: Corpora) -> None:
     """Raises an error if a new source has the files of a removed one under other names: they would
     be read again from the beginning."""
     gone = {name: one for name, one in plan.sources.items() if name not in corpora}
@@ -399,9 +394,7 @@ def _contents(corpus: Path) -> list[tuple[int, str]]:
     return [(mark.size, mark.sample) for mark in marks]
 
 
-def as_planned(
-    plan: Plan, corpora: Mapping[str, AnyCorpus], reopen: Reopen
-) -> dict[str, AnyCorpus]:
+def as_planned(plan: Plan, corpora: Corpora, reopen: Reopen) -> dict[str, AnyCorpus]:
     """Returns the corpora, each laid out as in the plan."""
     found = dict(corpora)
     for name, source in plan.sources.items():
@@ -415,7 +408,7 @@ def as_planned(
 
 
 def _share_held_out(
-    data: Settings, corpora: Mapping[str, AnyCorpus], preparer: Preparer
+    data: Settings, corpora: Corpora, preparer: Preparer
 ) -> tuple[float, list[str]]:
     """Returns the share of documents to hold out, and the sources of which that is none. A resumed
     run keeps its share; otherwise the first rank marks the documents for all."""
@@ -428,10 +421,10 @@ def _share_held_out(
     return share, preparer.once(partial(without_held_out, there, share))
 
 
-def _of_documents(corpora: Mapping[str, AnyCorpus]) -> dict[str, Corpus]:
+def _of_documents(corpora: Corpora) -> dict[str, Corpus]:
     return {name: corpus for name, corpus in corpora.items() if isinstance(corpus, Corpus)}
 
 
-def _pad_id(corpora: Mapping[str, AnyCorpus]) -> int:
+def _pad_id(corpora: Corpora) -> int:
     ends = (corpus.eos_id for corpus in corpora.values())
     return next((end for end in ends if end is not None), 0)

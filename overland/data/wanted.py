@@ -4,8 +4,10 @@ from a path, by a known name, as a built corpus, or generated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.lanes import ImageSet
@@ -161,6 +163,9 @@ class WantedSource:
             value = getattr(self.asked, key)
             if value is not None and not self.table.startswith("data.sources"):
                 raise DataError(f"{self.table}.{key} = {value!r}: {what} has no {key}s")
+
+
+Sources: TypeAlias = Mapping[str, WantedSource]
 
 
 def sources_of(config: JobConfig) -> dict[str, WantedSource]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from overland.data.sources.source import Document, FileSource, Kind, Located, token_ids
 from overland.errors import ChoiceRequired, DataError
-from overland.words import any_of, nearest_name
+from overland.words import any_of, first_few, nearest_name
 
 # If a corpus has several columns and none is requested, the first of these that it has is used.
 USUAL_NAMES = ("text", "tokens", "input_ids", "content")
@@ -51,6 +51,8 @@ class Column:
 
 
 RECORD = Column("record", (), "records")
+KnownColumns: TypeAlias = Mapping[str, Column]
+Examples: TypeAlias = Callable[[], Mapping[str, Any]]
 
 
 def column_name(place: Place) -> str:
@@ -72,11 +74,7 @@ class ColumnFiles(FileSource):
     """Whether the values of a record are joined into one document."""
 
     def choose(
-        self,
-        where: object,
-        wanted: str | None,
-        columns: Mapping[str, Column],
-        examples: Callable[[], Mapping[str, Any]],
+        self, where: object, wanted: str | None, columns: KnownColumns, examples: Examples
     ) -> None:
         """Chooses the wanted column, or the only sensible one. Called again for a further file,
         checks that it has the same. `examples` has a value of each column."""
@@ -131,7 +129,7 @@ class ColumnFiles(FileSource):
         what += " of token ids" if self.kind == "tokens" else ""
         return f"expected an object{what}, got {text.strip()[:60]!r}{hint}"
 
-    def _check_same(self, file: object, columns: Mapping[str, Column]) -> None:
+    def _check_same(self, file: object, columns: KnownColumns) -> None:
         name = column_name(self.steps)
         if self.column == WHOLE:
             if list(columns) != list(self.columns):
@@ -143,12 +141,7 @@ class ColumnFiles(FileSource):
             raise DataError(f"{file}: column {name!r} is {type}, but {self.kind} in other files")
 
 
-def _choose(
-    where: object,
-    wanted: str | None,
-    columns: Mapping[str, Column],
-    examples: Callable[[], Mapping[str, Any]],
-) -> str:
+def _choose(where: object, wanted: str | None, columns: KnownColumns, examples: Examples) -> str:
     """Returns the name of the column: `files[].text` for `files[+].text` too."""
     if wanted == WHOLE:
         return WHOLE
@@ -191,14 +184,13 @@ def nearest_hint(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near!r}?" if near else ""
 
 
-def _listed(columns: Mapping[str, Column], examples: Mapping[str, Any] | None = None) -> str:
+def _listed(columns: KnownColumns, examples: Mapping[str, Any] | None = None) -> str:
     shown = []
-    for name, column in list(columns.items())[:LISTED]:
+    for name, column in columns.items():
         value = (examples or {}).get(name)
         example = "" if value is None else f", such as {_short(value)}"
         shown.append(f"{name} ({column.type}{example})")
-    more = f" and {len(columns) - LISTED:,} more" if len(columns) > LISTED else ""
-    return f"{', '.join(shown)}{more}"
+    return first_few(shown, LISTED)
 
 
 def _short(value: Any) -> str:
@@ -211,7 +203,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= EXAMPLE_CHARACTERS else text[: EXAMPLE_CHARACTERS - 1] + "…"
 
 
-def _chat(columns: Mapping[str, Column]) -> str:
+def _chat(columns: KnownColumns) -> str:
     """Returns a hint if the columns look like conversations or question-answer pairs."""
     tops = {column.place[0] for column in columns.values()}
     found = [name for name in TURNS if name in tops] or next(
