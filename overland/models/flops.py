@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from overland.config.schema import Lora
 from overland.errors import ModelError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Shapes = dict[str, tuple[int, ...]]
+T = TypeVar("T", int, float)
 SampleFields = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
@@ -73,9 +74,7 @@ def count_parameters(config: Any) -> ParameterCount:
         total=sum(sizes.values()),
         input_embedding=sum(sizes[name] for name in _looked_up(structure)),
         head=sum(sizes[name] for name in head),
-        blocks=tuple(
-            sum(sizes[name] for name in names) for names in _by_block(structure, shapes).values()
-        ),
+        blocks=_by_block(structure, sizes),
     )
 
 
@@ -88,16 +87,10 @@ def stage_costs(config: Any) -> StageCosts:
             "(structure(), see docs/extending.md), so it cannot be split into pipeline stages; it "
             "can be sharded and replicated"
         )
-    sizes = {name: float(prod(shape)) for name, shape in shapes.items() if len(shape) > 1}
+    sizes = {name: float(prod(shape)) * (len(shape) > 1) for name, shape in shapes.items()}
     after = [name for name in shapes if inside(name, structure.last_stage)]
     after += [owner for tied, owner in structure.ties.items() if inside(tied, structure.last_stage)]
-    return StageCosts(
-        tuple(
-            sum(sizes.get(name, 0.0) for name in names)
-            for names in _by_block(structure, shapes).values()
-        ),
-        sum(sizes.get(name, 0.0) for name in after),
-    )
+    return StageCosts(_by_block(structure, sizes), sum(sizes.get(name, 0.0) for name in after))
 
 
 def trained_parameters(config: Any, lora: Lora, freeze: Sequence[str] = ()) -> Shapes:
@@ -182,15 +175,15 @@ def measure_of(
     return Measure("samples", 1, None if count is None else float(count()))
 
 
-def _by_block(structure: Structure, shapes: Shapes) -> dict[str, list[str]]:
-    """Returns the parameter names of each block, in the order of the blocks."""
-    found: dict[str, list[str]] = {}
+def _by_block(structure: Structure, sizes: Mapping[str, T]) -> tuple[T, ...]:
+    """Returns the sum of the parameters' sizes in each block, in the order of the blocks."""
+    found: dict[str, T] = {}
     for path in structure.blocks:
-        for name in shapes:
+        for name, size in sizes.items():
             if name.startswith(f"{path}."):
-                number = name.removeprefix(f"{path}.").partition(".")[0]
-                found.setdefault(f"{path}.{number}", []).append(name)
-    return found
+                block = f"{path}.{name.removeprefix(f'{path}.').partition('.')[0]}"
+                found[block] = found.get(block, 0) + size
+    return tuple(found.values())
 
 
 def _tables(structure: Structure) -> list[str]:
