@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -67,11 +68,8 @@ class Attention(nn.Module):
 
 def _causal(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor:
     grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
-    if not mask.kernels:
-        return F.scaled_dot_product_attention(
-            q_BHSd, k_BKSd, v_BKSd, is_causal=True, enable_gqa=grouped
-        )
-    with sdpa_kernel([getattr(SDPBackend, name) for name in mask.kernels]):
+    kernels = [getattr(SDPBackend, name) for name in mask.kernels]
+    with sdpa_kernel(kernels) if kernels else nullcontext():
         return F.scaled_dot_product_attention(
             q_BHSd, k_BKSd, v_BKSd, is_causal=True, enable_gqa=grouped
         )
