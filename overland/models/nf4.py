@@ -50,12 +50,17 @@ def biased4(x: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
     return out if bias_O is None else out + bias_O
 
 
+def no_roles(layer: nn.Module, role: Role) -> NoReturn:
+    raise ModelError(
+        "tensor parallelism splits rows, whose 4-bit weights share scales: shard instead"
+    )
+
+
 class NF4Linear(ChangedLinear):
     def multiply(self, x: Tensor, weight_OD: Tensor, first: int = 0) -> Tensor:
         return biased4(x, weight_OD, None)
 
-    def roles(self, role: Role) -> dict[str, Role]:
-        return no_roles()
+    roles = no_roles
 
 
 class NF4LoRALinear(LoRALinear):
@@ -64,14 +69,7 @@ class NF4LoRALinear(LoRALinear):
     def dense(self, weight_OD: Tensor) -> Tensor:
         return unpack(weight_OD, torch.float32)
 
-    def roles(self, role: Role) -> dict[str, Role]:
-        return no_roles()
-
-
-def no_roles() -> NoReturn:
-    raise ModelError(
-        "tensor parallelism splits rows, whose 4-bit weights share scales: shard instead"
-    )
+    roles = no_roles
 
 
 class NF4Product(torch.autograd.Function):
