@@ -40,9 +40,9 @@ class ViTMAE(nn.Module):
     ) -> Tensor:
         """Returns the loss, summed over images: for each, the mean squared error of its masked
         patches. `noise` [B, patches] decides which are visible: those with the smallest values."""
-        order_BN = self.order(pixel_values, sample_B, epoch_B, noise)
+        latent_BSD, order_BN = self.encode(pixel_values, sample_B, epoch_B, noise)
         hidden_BH = order_BN[:, self.config.num_seen :]
-        painted_BHP = self.decoder(self._latent(pixel_values, order_BN), order_BN, hidden_BH)
+        painted_BHP = self.decoder(latent_BSD, order_BN, hidden_BH)
         losses_B: Tensor = self.error(painted_BHP, pixel_values, hidden_BH)
         return (losses_B if weight_B is None else losses_B * weight_B).sum()
 
@@ -54,29 +54,27 @@ class ViTMAE(nn.Module):
         noise: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the reconstructed pixels of every patch, and which patches were masked."""
-        order_BN = self.order(pixel_values, sample_B, epoch_B, noise)
-        painted_BNP = self.decoder(self._latent(pixel_values, order_BN), order_BN)
+        latent_BSD, order_BN = self.encode(pixel_values, sample_B, epoch_B, noise)
+        painted_BNP = self.decoder(latent_BSD, order_BN)
         return painted_BNP, order_BN.argsort(dim=1) >= self.config.num_seen
 
-    def order(
+    def encode(
         self,
         pixel_values: Tensor,
         sample_B: Tensor | None,
         epoch_B: Tensor | None,
         noise: Tensor | None,
-    ) -> Tensor:
-        """Returns the patch numbers of each image, visible patches first."""
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what the encoder makes of the visible patches, and the patch numbers of each
+        image, visible patches first."""
         if sample_B is None:
             sample_B = torch.arange(len(pixel_values), device=pixel_values.device)
         if epoch_B is None:
             epoch_B = torch.zeros_like(sample_B)
         if noise is None:
             noise = uniform(f"{self.seed}/masks", sample_B, epoch_B, self.config.num_patches)
-        return noise.argsort(dim=1)
-
-    def _latent(self, pixel_values: Tensor, order_BN: Tensor) -> Tensor:
-        latent_BSD: Tensor = self.vit(pixel_values, order_BN[:, : self.config.num_seen])
-        return latent_BSD
+        order_BN = noise.argsort(dim=1)
+        return self.vit(pixel_values, order_BN[:, : self.config.num_seen]), order_BN
 
     def structure(self) -> Structure:
         # Encoder and decoder differ in width and length, so there is no single shape between
