@@ -169,11 +169,9 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
         "skipped_documents": run.dataset.num_skipped,
     }
     run.call("on_log", record)
-    if skipped:
-        run.call("on_message", f"skipped because not finite: step {', '.join(map(str, skipped))}")
-    if empty:
-        what = "skipped because nothing in the batch has a loss weight"
-        run.call("on_message", f"{what}: step {', '.join(map(str, empty))}")
+    for steps, why in ((skipped, "not finite"), (empty, "nothing in the batch has a loss weight")):
+        if steps:
+            run.call("on_message", f"skipped because {why}: step {', '.join(map(str, steps))}")
 
 
 def answer_spike(run: Run, data: Data, result: StepResult, ledger: LedgerWriter) -> Data:
