@@ -47,13 +47,12 @@ def _tagged(value: Any) -> Any:
         return value
     if kind is list:
         return list(map(_tagged, value))
-    if kind in (tuple, set, frozenset):
+    is_record = kind in RECORDS
+    if kind in (tuple, set, frozenset) or (is_record and isinstance(value, tuple)):
         return {kind.__name__: list(map(_tagged, value))}
     if kind is dict:
         return {"dict": [[_tagged(key), _tagged(one)] for key, one in value.items()]}
-    if kind in RECORDS:
-        if isinstance(value, tuple):
-            return {kind.__name__: list(map(_tagged, value))}
+    if is_record:
         return {kind.__name__: [[name, _tagged(one)] for name, one in vars(value).items()]}
     if isinstance(value, Path):
         return {"path": str(value)}

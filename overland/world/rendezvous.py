@@ -19,6 +19,7 @@ import secrets
 import socket
 import zlib
 from collections.abc import Mapping
+from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,8 +54,6 @@ def port_of_name(name: str) -> int:
 
 def open_store(world: World, timeout_seconds: int) -> Store:
     """Returns the store of this world, on every rank."""
-    from datetime import timedelta
-
     import torch.distributed as dist
 
     rendezvous = world.rendezvous
@@ -93,8 +92,6 @@ def open_store(world: World, timeout_seconds: int) -> Store:
 
 def wait_for_all(store: Store, world: World, timeout_seconds: int) -> None:
     """Waits until all ranks have found the store; the first rank names those that have not."""
-    from datetime import timedelta
-
     import torch.distributed as dist
 
     keys = [f"joined {rank}" for rank in range(world.size)]
