@@ -100,10 +100,7 @@ class Corpus:
     def counts(self) -> Counter[str]:
         """How many documents were left out or truncated in the shards opened so far, by what was
         done."""
-        total: Counter[str] = Counter()
-        for one in self._unusual.values():
-            total.update(one.counts)
-        return total
+        return sum((Counter(one.counts) for one in self._unusual.values()), Counter())
 
     def sizes(self) -> npt.NDArray[np.int64] | None:
         """Returns the documents and tokens of every shard if all are built, memory-mapped."""
