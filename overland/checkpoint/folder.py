@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,8 @@ def list_checkpoints(folder: Path) -> list[CommittedCheckpoint]:
     """Returns the committed checkpoints, oldest first."""
     found = []
     for path in committed(folder):
-        try:
+        with suppress(CheckpointError):
             found.append(CommittedCheckpoint(path, step_of(path), read_marker(path)))
-        except CheckpointError:
-            continue
     return found
 
 

@@ -21,8 +21,7 @@ def write_config(
     config: JobConfig, path: Path, full: bool = False, heading: str = "", resolved: bool = True
 ) -> None:
     """Writes `to_toml(config)` to a file."""
-    text = to_toml(config, full=full, heading=heading, resolved=resolved)
-    replace_file(path, text)
+    replace_file(path, to_toml(config, full=full, heading=heading, resolved=resolved))
 
 
 def to_toml(

@@ -101,7 +101,8 @@ class Renderer:
         process = self._process = self._process or _start()
         assert process.stdin is not None
         assert process.stdout is not None
-        try:
+        # It may have ended, perhaps while it answered.
+        with contextlib.suppress(OSError, ValueError, struct.error):
             process.stdin.write(SIZE.pack(len(data)) + data)
             process.stdin.flush()
             answer = process.stdout.read(*SIZE.unpack(process.stdout.read(SIZE.size)))
@@ -109,8 +110,6 @@ class Renderer:
             if found[0] == "endless":
                 self.close()  # its memory may be full
             return found
-        except (OSError, ValueError, struct.error):
-            pass  # it has ended, perhaps while it answered
         self._process = None
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):

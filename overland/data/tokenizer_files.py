@@ -259,10 +259,7 @@ def _growth(rule: Any) -> float:
         return 1.0
     kind = rule["type"]
     if kind == "Sequence":
-        grows = 1.0
-        for one in rule.get("normalizers") or rule.get("decoders") or []:
-            grows *= _growth(one)
-        return grows
+        return math.prod(map(_growth, rule.get("normalizers") or rule.get("decoders") or []))
     if kind == "Replace":
         content, pattern = len(rule["content"]), rule["pattern"]
         if "String" in pattern:

@@ -45,19 +45,17 @@ class SparseWeights(LinearTransform):
         self.settings = settings
 
     def change(self, name: str, module: nn.Linear) -> bool:
-        is_named_so = is_named(name, self.settings.modules)
-        if type(module) is not nn.Linear or not is_named_so or self.is_excluded(name):
+        settings = self.settings
+        is_wanted = is_named(name, settings.modules) and not is_named(name, settings.exclude)
+        if type(module) is not nn.Linear or not is_wanted:
             return False
-        make_sparse(module, name, self.settings)
+        make_sparse(module, name, settings)
         return True
-
-    def is_excluded(self, name: str) -> bool:
-        return is_named(name, self.settings.exclude)
 
     def expects(self, name: str) -> bool:
         """Whether the layer is one of all; otherwise those that were named are changed."""
-        is_one_of_all = self.settings.modules == ALL_LINEAR
-        return is_one_of_all and not self.is_excluded(name.removesuffix(".weight"))
+        is_left_out = is_named(name.removesuffix(".weight"), self.settings.exclude)
+        return self.settings.modules == ALL_LINEAR and not is_left_out
 
     def has_changed(self, module: nn.Module, matrix: Tensor) -> bool:
         return isinstance(module, SparseLinear)

@@ -19,6 +19,7 @@ import secrets
 import socket
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -118,11 +119,9 @@ def wait_for_all(store: Store, world: World, timeout_seconds: int) -> None:
 
 def reachable(host: str) -> str:
     """Returns an address of a host; if DNS does not know it, Slurm may."""
-    try:
+    with suppress(OSError):
         socket.getaddrinfo(host, None)
         return host
-    except OSError:
-        pass
     found = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "show", "node", host))
     if found is None or found[1] == host:
         raise ClusterError(
