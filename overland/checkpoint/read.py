@@ -49,13 +49,7 @@ READ_BYTES = 2**22  # between two signs of progress
 class CheckpointReader:
     """A committed checkpoint, open for reading. Usable from several threads."""
 
-    def __init__(
-        self,
-        path: Path,
-        index: Index,
-        about: Mapping[str, Any],
-        moved: Moved = ignore,
-    ) -> None:
+    def __init__(self, path: Path, index: Index, about: Mapping[str, Any], moved: Moved) -> None:
         self.path, self.index, self.about, self._moved = path, index, about, moved
         self.tensors = index.tensors
         self.run = index.run

@@ -217,12 +217,7 @@ def write_whole_tensors(
 
 
 def write_full(
-    beside: Path,
-    index: Index,
-    about: dict[str, Any],
-    full_format: str,
-    disk: Disk,
-    moved: Moved = ignore,
+    beside: Path, index: Index, about: dict[str, Any], full_format: str, disk: Disk, moved: Moved
 ) -> None:
     """Turns the parts in `beside` into a committed checkpoint of whole tensors, in files that need
     no index to be read (`checkpoint.type = full`).

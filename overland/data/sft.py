@@ -44,11 +44,7 @@ class ConversationSource(FileSource):
     kind: Kind = "tokens"
 
     def __init__(
-        self,
-        records: FileSource,
-        shape: Columns,
-        writer: Writer,
-        first: Sequence[Record] = (),
+        self, records: FileSource, shape: Columns, writer: Writer, first: Sequence[Record]
     ) -> None:
         """`first`: some of the records."""
         self.records, self.shape, self.writer = records, shape, writer
@@ -108,9 +104,7 @@ class ConversationSource(FileSource):
                 yield arrays
 
 
-def conversations_of(
-    source: Source, config: JobConfig, seq_len: int, column: str | None = None
-) -> Source:
+def conversations_of(source: Source, config: JobConfig, seq_len: int, column: str | None) -> Source:
     """Returns a source of records as a source of conversations. Sources of token ids (a built
     corpus, or a user-defined source) are returned unchanged."""
     if source.kind == "tokens":

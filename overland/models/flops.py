@@ -166,9 +166,7 @@ def casts_samples(config: Any) -> bool:
     return bool(getattr(config, "casts_samples", False))
 
 
-def measure_of(
-    config: Any, seq_len: int, lora: Lora | None = None, freeze: Sequence[str] = ()
-) -> Measure:
+def measure_of(config: Any, seq_len: int, lora: Lora, freeze: Sequence[str]) -> Measure:
     if sample_fields(config) is None:
         return Measure("tokens", seq_len, flops_per_token(config, seq_len, lora, freeze=freeze))
     count = own_method(config, "flops_per_sample")

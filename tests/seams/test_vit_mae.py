@@ -24,7 +24,7 @@ from overland.checkpoint.folder import newest_in
 from overland.checkpoint.read import open_checkpoint
 from overland.checks.parallelism import check_splits
 from overland.config.load import Loaded
-from overland.config.schema import JobConfig
+from overland.config.schema import JobConfig, Lora
 from overland.data import registry
 from overland.errors import ModelError
 from overland.models import build_model, resolve_config
@@ -246,4 +246,4 @@ def test_flops_are_those_that_torch_counts() -> None:
     counter = FlopCounterMode(display=False)
     with counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(pixels, noise=torch.rand(1, 16))
-    assert measure_of(config, seq_len=7).flops == 3 * counter.get_total_flops()
+    assert measure_of(config, 7, Lora(), ()).flops == 3 * counter.get_total_flops()

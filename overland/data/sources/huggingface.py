@@ -68,7 +68,7 @@ def choose_split(
 
 
 def saved_files(
-    folder: Path, subset: str | None, split: str | None, held_out: bool = False
+    folder: Path, subset: str | None, split: str | None, held_out: bool
 ) -> tuple[Path, list[str]] | None:
     """Returns the Arrow files of a `save_to_disk` folder and the folder they are in, or None if
     this is no such folder."""
@@ -101,11 +101,7 @@ def saved_files(
 
 
 def select_files(
-    root: Path,
-    files: Sequence[str],
-    subset: str | None,
-    split: str | None,
-    held_out: bool = False,
+    root: Path, files: Sequence[str], subset: str | None, split: str | None, held_out: bool
 ) -> list[str]:
     """Returns the `files` (relative to `root`) that belong to the subset and the split."""
     name, files, patterns = _subset(root, files, subset, root)

@@ -41,9 +41,7 @@ class NumpyTokens(FileSource):
     format = "numpy"
     kind: Kind = "tokens"
 
-    def __init__(
-        self, root: Path, files: list[str], dtype: str | None = None, skip_bad: bool = False
-    ) -> None:
+    def __init__(self, root: Path, files: list[str], dtype: str | None, skip_bad: bool) -> None:
         super().__init__(root, files, skip_bad)
         self.dtype = check_dtype(dtype)
         self._shapes = {file: self._open(file).shape for file in self.files}
