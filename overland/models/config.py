@@ -39,6 +39,7 @@ from overland.models.hf_config import (
     RopeConfig,
     contents_of,
     keys_of,
+    rope_from_hf,
     values_of,
     window_as_hf,
 )
@@ -368,7 +369,7 @@ def _from_dict(hf: dict[str, Any], where: str) -> DecoderConfig:
     try:
         values = values_of(hf, where, DecoderConfig)
         try:
-            return DecoderConfig(**values)
+            return DecoderConfig(**values, rope=rope_from_hf(hf, values))
         except ModelError as error:
             raise ModelError(f"{where}: {error}") from None
     except (TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -97,7 +97,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def values_of(hf: dict[str, Any], where: str, owner: type) -> dict[str, Any]:
-    """Returns the fields of `owner`, the class of a decoder's config, that a config.json gives."""
+    """Returns the fields of `owner`, the class of a decoder's config, that a config.json gives; all
+    but `rope`."""
     model_type = hf.get("model_type")
     if model_type is None:
         raise ModelError(f"{where} has no model_type; known: {', '.join(FAMILIES)}")
@@ -126,10 +127,6 @@ def values_of(hf: dict[str, Any], where: str, owner: type) -> dict[str, Any]:
         check_type(owner, "sliding_window", values["sliding_window"], where)
     if family.window == "layers":
         values |= _window_from_hf(hf)
-    try:
-        values["rope"] = rope_from_hf(hf, values)
-    except ModelError as error:
-        raise ModelError(f"{where}: {error}") from None
     return values
 
 
