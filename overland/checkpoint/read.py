@@ -44,6 +44,7 @@ from overland.words import first_few
 NUM_THREADS = max(2, min(8, os.cpu_count() or 2))
 PIECE = 4 * BLOCK  # read by one thread at a time
 READ_BYTES = 2**22  # between two signs of progress
+Tensors = Mapping[str, Tensor]
 
 
 class CheckpointReader:
@@ -247,7 +248,7 @@ def read_marker(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
+def fill(checkpoint: CheckpointReader, state: Tensors) -> None:
     shapes = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
     require_fit(checkpoint.path, shapes, state)
     jobs: list[Callable[[], None]] = []
@@ -289,9 +290,7 @@ def in_threads(jobs: Iterable[Callable[[], None]], num_threads: int, name: str) 
         raise errors[0]
 
 
-def require_fit(
-    path: Path, saved: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]
-) -> None:
+def require_fit(path: Path, saved: Mapping[str, tuple[int, ...]], state: Tensors) -> None:
     """Raises unless every tensor of `state` was saved, with its shape."""
     if missing := [name for name in state if name not in saved]:
         is_state = missing[0].startswith("optimizer.")
@@ -316,9 +315,7 @@ def refuse_unused(path: Path, saved: Iterable[str], taken: Collection[str]) -> N
         )
 
 
-def fill_local(
-    checkpoint: CheckpointReader, state: Mapping[str, Tensor], rank: int, world_size: int
-) -> None:
+def fill_local(checkpoint: CheckpointReader, state: Tensors, rank: int, world_size: int) -> None:
     """Loads what a local save wrote: this rank's own tensors, which require the same layout."""
     if checkpoint.index.world_size != world_size:
         raise MismatchError(

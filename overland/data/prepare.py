@@ -272,10 +272,7 @@ def open_tokenizer(path: Path, config: JobConfig, wanted: Sources, preparer: Pre
 
 
 def one_tokenizer(
-    given: Tokenizer | None,
-    corpora: Corpora,
-    asked: Policy = UNKNOWN,
-    whose: str = "the model's",
+    given: Tokenizer | None, corpora: Corpora, asked: Policy = UNKNOWN, whose: str = "the model's"
 ) -> Tokenizer | None:
     """Returns the tokenizer that made all corpora; a built corpus has its own. `whose`: what errors
     call the given one."""
