@@ -41,7 +41,7 @@ MAGIC = b"OVLSHARD"
 FORMAT = 3
 # magic, format, bytes per token, documents, tokens, bad documents, largest id, bytes of the note,
 # the first 8 bytes of the checksum, CRC-32 of everything before it
-HEAD = struct.Struct("<8sHHQQQqI8sQ")
+HEAD = struct.Struct("<8sHHQQQqIQQ")
 BYTES = "|u1"
 DTYPES = {1: BYTES, 2: "<u2", 4: "<u4"}
 # A rank reads the whole block around each document. Larger ones cost more reading than the file
@@ -66,13 +66,8 @@ class ShardInfo(NamedTuple):
     """Bad documents that were skipped."""
     max_token: int
     """The largest id, or -1 without tokens."""
-    dtype: str
-    chunks: tuple[str, str]
-    """The first and the last of its chunks."""
-    checksum: str
+    checksum: int
     """Checksum of everything after tokens and channels."""
-    channels: Mapping[str, str] = {}
-    """The types of the channels, by name."""
     counts: Mapping[str, int] = {}
     """How many documents were left out or truncated as requested, by what was done."""
 
@@ -116,8 +111,7 @@ class Shard:
     def verify_index(self) -> None:
         """Verifies everything except tokens and channels."""
         with memoryview(self.data) as data:
-            stored = int.from_bytes(bytes.fromhex(self.info.checksum), "little")
-            self._compare(_sum(data[self.index_at :]), stored)
+            self._compare(_sum(data[self.index_at :]), self.info.checksum)
 
     def verify(self) -> None:
         """Verifies every byte after the head, which was verified when the file was opened."""
@@ -145,33 +139,30 @@ def open_shard(path: Path) -> Shard:
     with path.open("rb") as file:
         head = file.read(HEAD.size)
         size = os.fstat(file.fileno()).st_size
-        about = _parse(head, path)
+        info, width, note_bytes = _parse(head, path)
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    chunks, channels, counts = _read_note(data, about, path)
-    types = [DTYPES[about.width], *channels.values()]
-    *places, index_at = _places(about.num_tokens, types)
+    channels, counts = _read_note(data[len(data) - note_bytes :], path)
+    types = [DTYPES[width], *channels.values()]
+    *places, index_at = _places(info.num_tokens, types)
     num_blocks = -(-(index_at - HEAD.size) // BLOCK_BYTES)
-    marks_at = index_at + 8 * (about.num_documents + 1)
-    sums_at = marks_at + 8 * about.num_documents
-    end = sums_at + 8 * num_blocks + about.note_bytes
+    marks_at = index_at + 8 * (info.num_documents + 1)
+    sums_at = marks_at + 8 * info.num_documents
+    end = sums_at + 8 * num_blocks + note_bytes
     if size != end:
         what = f"is truncated or damaged: it has {size:,} bytes, but its header says {end:,}"
         raise _unusable(path, what)
     tokens, *rest = (
-        np.frombuffer(data, dtype, about.num_tokens, at)
+        np.frombuffer(data, dtype, info.num_tokens, at)
         for dtype, at in zip(types, places, strict=True)
     )
-    offsets = np.frombuffer(data, "<i8", about.num_documents + 1, index_at)
-    if offsets[0] != 0 or offsets[-1] != about.num_tokens:
+    offsets = np.frombuffer(data, "<i8", info.num_documents + 1, index_at)
+    if offsets[0] != 0 or offsets[-1] != info.num_tokens:
         raise DataError(f"{path} is damaged: its documents do not cover its tokens")
-    info = ShardInfo(
-        about.num_documents, about.num_tokens, about.num_bad, about.max_token, DTYPES[about.width],
-        chunks, about.checksum.hex(), channels, counts,
-    )  # fmt: skip
-    marks = np.frombuffer(data, "<u8", about.num_documents, marks_at)
+    marks = np.frombuffer(data, "<u8", info.num_documents, marks_at)
     sums = np.frombuffer(data, "<u8", num_blocks, sums_at)
     return Shard(
-        path, info, tokens, offsets, dict(zip(channels, rest, strict=True)), marks, data,
+        path, info._replace(counts=counts), tokens, offsets,
+        dict(zip(channels, rest, strict=True)), marks, data,
         dict(zip([TOKENS, *channels], places, strict=True)), sums, index_at,
         bytearray(num_blocks),
     )  # fmt: skip
@@ -180,8 +171,8 @@ def open_shard(path: Path) -> Shard:
 def read_counts(path: Path) -> tuple[int, int, int]:
     """Reads the numbers of documents, tokens and bad documents of a shard from its head."""
     with path.open("rb") as file:
-        about = _parse(file.read(HEAD.size), path)
-    return about.num_documents, about.num_tokens, about.num_bad
+        info, _, _ = _parse(file.read(HEAD.size), path)
+    return info.num_documents, info.num_tokens, info.num_bad
 
 
 class ShardWriter:
@@ -249,10 +240,8 @@ class ShardWriter:
         index = offsets.astype("<i8").tobytes() + np.array(self._marks, "<u8").tobytes()
         index += np.array(self._blocks.finished(), "<u8").tobytes() + note
         self._file.write(index)
-        info = ShardInfo(
-            len(offsets) - 1, int(offsets[-1]), num_bad, self._max_token, self.dtype, chunks,
-            _sum(index).to_bytes(8, "little").hex(), self.channels, counted,
-        )  # fmt: skip
+        numbers = len(offsets) - 1, int(offsets[-1]), num_bad, self._max_token
+        info = ShardInfo(*numbers, _sum(index), counted)
         self._file.seek(0)
         self._file.write(_head(info, self.width, len(note)))
         return info
@@ -307,52 +296,36 @@ def _places(num_tokens: int, types: Iterable[str]) -> list[int]:
     return places
 
 
-def _read_note(
-    data: mmap.mmap, about: _Head, path: Path
-) -> tuple[tuple[str, str], dict[str, str], dict[str, int]]:
-    """Reads the first and the last chunk, the types of the channels, and the counts."""
+def _read_note(data: bytes, path: Path) -> tuple[dict[str, str], dict[str, int]]:
+    """Reads the types of the channels, and the counts."""
     try:
-        note = json.loads(data[len(data) - about.note_bytes :])
-        first, last = note["chunks"]
+        note = json.loads(data)
         channels = {name: np.dtype(one).str for name, one in note["channels"].items()}
-        return (first, last), channels, dict(note.get("counts", {}))
+        return channels, dict(note.get("counts", {}))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise _unusable(path, "is truncated or damaged: its end cannot be read") from None
 
 
 def _head(info: ShardInfo, width: int, note_bytes: int) -> bytes:
-    fields = (
-        MAGIC, FORMAT, width, info.num_documents, info.num_tokens, info.num_bad, info.max_token,
-        note_bytes, bytes.fromhex(info.checksum),
-    )  # fmt: skip
+    numbers = info.num_documents, info.num_tokens, info.num_bad, info.max_token
+    fields = MAGIC, FORMAT, width, *numbers, note_bytes, info.checksum
     return HEAD.pack(*fields, zlib.crc32(HEAD.pack(*fields, 0)))
 
 
-class _Head(NamedTuple):
-    magic: bytes
-    format: int
-    width: int
-    num_documents: int
-    num_tokens: int
-    num_bad: int
-    max_token: int
-    note_bytes: int
-    checksum: bytes
-    check: int
-
-
-def _parse(head: bytes, path: Path) -> _Head:
+def _parse(head: bytes, path: Path) -> tuple[ShardInfo, int, int]:
+    """Returns what a head says, the bytes of a token, and those of the note."""
     if len(head) < HEAD.size or not head.startswith(MAGIC):
         raise _unusable(path, "is not a token shard, or is truncated")
-    about = _Head(*HEAD.unpack(head))
-    if about.format != FORMAT:
+    *fields, check = HEAD.unpack(head)
+    _, version, width, documents, tokens, bad, largest, note_bytes, checksum = fields
+    if version != FORMAT:
         raise DataError(
-            f"{path} has format {about.format}, but this version reads {FORMAT}: delete it and "
-            "build it again"
+            f"{path} has format {version}, but this version reads {FORMAT}: delete it and build "
+            "it again"
         )
-    if about.check != zlib.crc32(HEAD.pack(*about[:-1], 0)):
+    if check != zlib.crc32(HEAD.pack(*fields, 0)):
         raise _unusable(path, "is damaged in its header")
-    return about
+    return ShardInfo(documents, tokens, bad, largest, checksum), width, note_bytes
 
 
 def _unusable(path: Path, what: str) -> DataError:
