@@ -21,7 +21,7 @@ from torch import Tensor
 
 import overland
 from overland.checkpoint.lazy import LEFT_OUT
-from overland.checkpoint.plan import State
+from overland.checkpoint.plan import State, local_name
 from overland.checkpoint.read import CheckpointReader
 from overland.checkpoint.snapshot import LargestValues
 from overland.config.schema import Debug
@@ -138,8 +138,8 @@ def restore_random(run: Run, checkpoint: CheckpointReader) -> None:
     if checkpoint.index.world_size != run.world.size:
         return
     prefix = f"rng.{run.world.rank}."
-    local = "" if checkpoint.index.kind != "local" else f"rank_{run.world.rank:05d}/"
-    prefix = local + prefix
+    if checkpoint.index.kind == "local":
+        prefix = local_name(prefix, run.world.rank)
     names = [name for name in checkpoint.tensors if name.startswith(prefix)]
     if names:
         state = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
