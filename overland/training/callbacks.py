@@ -132,12 +132,11 @@ class SkippedDocuments(Callback):
         if skipped != self.skipped:
             self.skipped = skipped
             documents = number_of(skipped, "empty or unreadable document")
-            run.call("on_message", f"{documents} skipped so far")
+            run.say(f"{documents} skipped so far")
         if counts != self.counts:
             self.counts = counts
             words = any_of(counted_words(counts), "and")
-            run.call("on_message", f"of the conversations read so far, {words} (sft.too_long, "
-                     "sft.skip_unlearned)")  # fmt: skip
+            run.say(f"of the conversations read so far, {words} (sft.too_long, sft.skip_unlearned)")
 
 
 class Profiler(Callback):
@@ -217,7 +216,7 @@ class CompileCache(Callback):
             torch.compiler.load_cache_artifacts(made)
         # From another torch version, or incomplete; everything is compiled again.
         except Exception as error:
-            run.call("on_message", f"{self.path} cannot be used: {error!r}")
+            run.say(f"{self.path} cannot be used: {error!r}")
 
     def on_step(self, run: Run) -> None:
         """Writes the file once, or reports why it could not: a full disk costs the next session
@@ -231,7 +230,7 @@ class CompileCache(Callback):
         try:
             replace_file(self.path, made[0], durable=False)
         except OSError as error:
-            run.call("on_message", f"{self.path} was not written: {error.strerror}")
+            run.say(f"{self.path} was not written: {error.strerror}")
 
 
 def read_own(path: Path) -> bytes:

@@ -87,8 +87,7 @@ def train(run: Run) -> bool:
                     clock.stop_file.unlink(missing_ok=True)  # its request has been served
                 if wish.stops and progress.step < steps:
                     ledger.write()
-                    words = f"stopping after step {progress.step}: {stop.reason(wish)}"
-                    run.call("on_message", words)
+                    run.say(f"stopping after step {progress.step}: {stop.reason(wish)}")
                     retry_final_save(run, ledger, clock, stop, preempt=True)
                     return False
             retry_final_save(run, ledger, clock, stop, preempt=False)
@@ -120,7 +119,7 @@ def conclude(run: Run) -> None:
             run.folder.mark_done(run.progress.step, is_saved=run.config.checkpoint.enable)
         # Everything is saved; the next session finds nothing to do, and marks it.
         except OSError as error:
-            run.call("on_message", f"{run.folder.done} cannot be written: {error.strerror}")
+            run.say(f"{run.folder.done} cannot be written: {error.strerror}")
 
 
 def open_data(run: Run) -> Data:
@@ -171,7 +170,7 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
     run.call("on_log", record)
     for steps, why in ((skipped, "not finite"), (empty, "nothing in the batch has a loss weight")):
         if steps:
-            run.call("on_message", f"skipped because {why}: step {', '.join(map(str, steps))}")
+            run.say(f"skipped because {why}: step {', '.join(map(str, steps))}")
 
 
 def answer_spike(run: Run, data: Data, result: StepResult, ledger: LedgerWriter) -> Data:
@@ -181,18 +180,18 @@ def answer_spike(run: Run, data: Data, result: StepResult, ledger: LedgerWriter)
     what = f"loss spike at step {run.progress.step} ({result.loss.item():.4f})"
     assert run.guard is not None
     if run.config.health.spike_guard == "skip":
-        run.call("on_message", f"{what}: step skipped")
+        run.say(f"{what}: step skipped")
         return data
     run.store.wait()
     next_unseen, remembered = run.progress.batch, run.guard.to_json()
-    if not resume_newest(run, lambda message: run.call("on_message", message)):
+    if not resume_newest(run, run.say):
         raise TrainingError(
             f"{what}, but there is no checkpoint to rewind to: lower checkpoint.interval"
         )
     run.progress.batch = next_unseen
     run.guard.restore(remembered)  # what it knows about the loss still holds
     back = f"rewound to step {run.progress.step}, continuing with batch {next_unseen}"
-    run.call("on_message", f"{what}: {back}")
+    run.say(f"{what}: {back}")
     ledger.start_again(run.progress.step, run.progress.batch)
     run.call("on_rewind")
     if run.world.is_first:

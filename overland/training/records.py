@@ -134,7 +134,7 @@ class MetricsFile(Callback):
         problem = self.lines.add({**record, "time": round(time.time(), 3), "seconds": seconds})
         if problem and is_first:
             words = f"{run.folder.metrics} cannot be written: {problem}; the run continues, and "
-            run.call("on_message", words + "its lines will be written later")
+            run.say(words + "its lines will be written later")
 
     on_validation = on_log
 
@@ -147,8 +147,7 @@ class MetricsFile(Callback):
     def on_end(self, run: Run) -> None:
         if problem := self.lines.write():
             missing = len(self.lines.late)
-            words = f"{run.folder.metrics} is missing its last {missing:,} lines: {problem}"
-            run.call("on_message", words)
+            run.say(f"{run.folder.metrics} is missing its last {missing:,} lines: {problem}")
 
 
 class SessionFile(Callback):

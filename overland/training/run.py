@@ -119,6 +119,10 @@ class Run:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
 
+    def say(self, message: str) -> None:
+        """Tells the callbacks something the user should know."""
+        self.call("on_message", message)
+
 
 class Callback:
     """Hooks of a run; each does nothing unless overridden."""

@@ -120,18 +120,16 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
     state that is not finite does."""
     for outcome in outcomes:
         if outcome.error:
-            run.call("on_message", f"{outcome.path} was not saved: {outcome.error}")
+            run.say(f"{outcome.path} was not saved: {outcome.error}")
         elif outcome.not_finite:
             what = first_few(list(outcome.not_finite))
-            run.call(
-                "on_message", f"NOT FINITE: {what}; kept as {outcome.path}, which is never resumed"
-            )
+            run.say(f"NOT FINITE: {what}; kept as {outcome.path}, which is never resumed")
             if clock is not None:
                 clock.gives_up = True
         else:
             run.call("on_save", outcome)
         if outcome.note:
-            run.call("on_message", outcome.note)
+            run.say(outcome.note)
         if clock is not None:
             clock.saved(outcome.seconds)
 
@@ -155,15 +153,15 @@ def retry_final_save(
             break
         left = deadline - time.monotonic()
         words = f"retrying the save for {left:.0f} s; free some disk space"
-        run.call("on_message", words + ", or end it with SIGTERM" * (not is_urgent))
+        run.say(words + ", or end it with SIGTERM" * (not is_urgent))
         if is_told_to_end(stop, asked, pause):
-            run.call("on_message", "received a signal: the save is not retried")
+            run.say("received a signal: the save is not retried")
             break
         save(run, ledger, preempt)
         report_saves(run, run.store.finish(), clock)
     fallback = run.folder.fallback
     if last is not None and last.error and fallback is not None:
-        run.call("on_message", f"saving in checkpoint.fallback_folder instead: {fallback}")
+        run.say(f"saving in checkpoint.fallback_folder instead: {fallback}")
         run.store.folder = fallback
         save(run, ledger, preempt, in_fallback=True)
         report_saves(run, run.store.finish(), clock)
@@ -270,14 +268,11 @@ class LedgerWriter:
     def end(self) -> None:
         """Reports what is missing."""
         if self._problem:
-            self._run.call(
-                "on_message", f"{self._problem}: `overland prove data` will miss some steps"
-            )
+            self._run.say(f"{self._problem}: `overland prove data` will miss some steps")
 
     def _note(self, problem: str) -> None:
         if problem and not self._problem:
-            words = f"{problem}; the run continues, but cannot save until this is fixed"
-            self._run.call("on_message", words)
+            self._run.say(f"{problem}; the run continues, but cannot save until this is fixed")
         self._problem = problem
 
     def _compare(self, mine: torch.Tensor) -> None:

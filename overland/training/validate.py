@@ -86,11 +86,10 @@ def _compare_with_the_best(run: Run, loss: float) -> None:
     progress, mark = run.progress, mark_of_sets(run)
     if progress.validated_on not in ("", mark):
         progress.best_validation_loss = math.inf
-        words = (
+        run.say(
             "note: validation_loss is now measured on other data or sequences than before, so the "
             "best checkpoint is chosen again; the best one so far is kept too"
         )
-        run.call("on_message", words)
     progress.validated_on = mark
     progress.best_validation_loss = min(progress.best_validation_loss, loss)
 

@@ -21,7 +21,7 @@ def run_in(folder: Path, rank: int = 0, pp: int = 1, size: int = 4) -> Any:
         world=World(rank=rank, size=size, local_rank=0, local_size=1),
         mesh=SimpleNamespace(degrees=SimpleNamespace(pp=pp)),
         store=SimpleNamespace(group=None),
-        call=lambda *args: None,
+        say=lambda message: None,
     )
 
 
@@ -54,9 +54,9 @@ def test_a_file_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, made: list[bytes]
 ) -> None:
     run, said = run_in(tmp_path / "gone"), []
-    run.call = lambda *words: said.append(words)
+    run.say = said.append
     CompileCache(run).on_step(run)
-    assert "compiled.bin was not written: No such file or directory" in said[0][1]
+    assert "compiled.bin was not written: No such file or directory" in said[0]
 
 
 def test_only_the_first_rank_writes(tmp_path: Path, made: list[bytes]) -> None:

@@ -167,6 +167,7 @@ def test_a_full_disk_costs_neither_the_run_nor_its_numbers(
         progress=SimpleNamespace(step=0),
         beat=Heartbeat(),
         call=lambda name, message: said.append(message),
+        say=said.append,
     )
     metrics = kind(run)
     metrics.on_log(run, {"step": 1, "loss": 1.0})
