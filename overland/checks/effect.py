@@ -19,10 +19,8 @@ from overland.config.errors import NO_VALUE, Problem
 from overland.config.fields import all_keys
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
-from overland.data.wanted import sources_of
+from overland.data.wanted import sources_of, taken_by_model
 from overland.errors import OverlandError
-from overland.models.flops import sample_fields
-from overland.models.registry import model_config
 
 
 class HiddenBy(NamedTuple):
@@ -63,7 +61,7 @@ def all_but(section: str, *others: str) -> tuple[str, ...]:
 def takes(config: JobConfig, arrays: bool) -> bool:
     """Whether the model takes arrays, or tokens; neither is known of one that cannot be built."""
     try:
-        return arrays == (sample_fields(model_config(config.model)) is not None)
+        return arrays == (taken_by_model(config) is not None)
     except (OverlandError, OSError):  # another check reports it
         return False
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from overland.config.derived import model_name
-from overland.config.schema import Data as Settings
-from overland.config.schema import JobConfig
+from overland.config.schema import Data, JobConfig
 from overland.data.arrays import require_fields
 from overland.data.corpus import Corpus
 from overland.data.lanes import ListedImages, MadeRows
@@ -261,7 +260,7 @@ def is_of_another_tokenizer(folder: Path, config: JobConfig, tokenizer: Tokenize
     return made_by is not None and made_by not in ours
 
 
-def shard_documents(data: Settings) -> int:
+def shard_documents(data: Data) -> int:
     """Returns the number of documents to put into a shard."""
     return max(1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW))
 

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from overland.config.schema import Data as Settings
-from overland.config.schema import DataSource, JobConfig
+from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.corpus import Corpus
 from overland.data.layout import read_layout
 from overland.data.plan import check_same_holdout, kept_plan
@@ -55,7 +54,7 @@ OWN_VALIDATION = ("stdlib", "stdlib_heldout", "random")
 """Training sources for which validation on the held-out standard library is expected."""
 
 
-def share_of(data: Settings, corpora: Mapping[str, Corpus], report: Callable[[str], None]) -> float:
+def share_of(data: Data, corpora: Mapping[str, Corpus], report: Callable[[str], None]) -> float:
     """Returns the share that `data.holdout` resolves to, the same for all sources."""
     if isinstance(data.holdout, float) or not data.holdout:
         return float(data.holdout)
@@ -106,7 +105,7 @@ def _share_between(last: int, next_: int) -> float:
     return share
 
 
-def kept_share(run: Path, data: Settings) -> float | None:
+def kept_share(run: Path, data: Data) -> float | None:
     """Returns the held-out share of an existing run that holds out a number of documents, or
     None."""
     kept = kept_plan(run)

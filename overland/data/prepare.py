@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from overland.config.schema import Data as Settings
-from overland.config.schema import JobConfig
+from overland.config.schema import Data, JobConfig
 from overland.data.corpora import (
     ANOTHER_TOKENIZER,
     Opener,
@@ -404,9 +403,7 @@ def as_planned(plan: Plan, corpora: Corpora, reopen: Reopen) -> dict[str, AnyCor
     return found
 
 
-def _share_held_out(
-    data: Settings, corpora: Corpora, preparer: Preparer
-) -> tuple[float, list[str]]:
+def _share_held_out(data: Data, corpora: Corpora, preparer: Preparer) -> tuple[float, list[str]]:
     """Returns the share of documents to hold out, and the sources of which that is none. A resumed
     run keeps its share; otherwise the first rank marks the documents for all."""
     there = _of_documents(corpora)
