@@ -1,11 +1,10 @@
 """float32 numbers kept in bfloat16: split master weights, and stochastically rounded moments.
 
 A split weight is a bfloat16 weight and a 16-bit remainder. Together they are the float32 number,
-bit for bit, in the same four bytes; but the bfloat16 weight can be used directly for computation.
-On one device a parameter *is* that weight (parallel/sharding.py), and the remainder is kept next to
-it for the optimizer. It is rounded to nearest, ties away from zero: then the remainder of every
-number fits into 16 signed bits (with ties to even, both ±2^15 would occur). NaN stays NaN, in a
-single form: rounded like other numbers, a GPU's NaN (all bits 1) would become -0.
+bit for bit, in the same four bytes; but the bfloat16 weight can be used directly for computation
+(parallel/master_weights.py). It is rounded to nearest, ties away from zero: then the remainder of
+every number fits into 16 signed bits (with ties to even, both ±2^15 would occur). NaN stays NaN, in
+a single form: rounded like other numbers, a GPU's NaN (all bits 1) would become -0.
 
 A moment changes by a twentieth or a thousandth per step, but bfloat16 only resolves relative
 differences of 1/256: rounded to nearest, a slow average would never change. Rounded up or down at
@@ -16,11 +15,8 @@ rounds exactly as if it had not been interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 NOT_A_NUMBER = 0x7FC00000
 HALF = 1 << 15  # half a unit in the last place of bfloat16, in units of float32
@@ -45,44 +41,6 @@ def join(narrow: Tensor, rest: Tensor) -> Tensor:
     rest = rest.where((narrow != 0) | (rest > 0), 0)
     bits = (narrow.view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32)
     return bits.view(torch.float32)
-
-
-class MasterWeights:
-    """float32 parameters, whole or split. They are split for training, and whole again when they
-    are loaded, saved or exported."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        # A tied parameter occurs once; frozen ones are also computed in bfloat16.
-        found = {p: None for part in parts for p in part.parameters()}
-        self.parameters = [p for p in found if p.dtype == torch.float32]
-        self.remainders: dict[nn.Parameter, Tensor] = {}  # empty: all are whole
-        self.gradient_dtype: torch.dtype | None = None
-
-    def split(self, gradient_dtype: torch.dtype | None = None) -> None:
-        """Makes the parameters bfloat16 from now on. `gradient_dtype` is the dtype in which
-        gradients are accumulated over several passes; a single pass needs no wider dtype."""
-        self.gradient_dtype = gradient_dtype
-        for parameter in self.parameters:
-            parameter.data, self.remainders[parameter] = split(parameter.data)
-            if gradient_dtype is not None and parameter.requires_grad:
-                parameter.grad_dtype = gradient_dtype
-
-    def join(self) -> None:
-        for parameter, remainder in self.remainders.items():
-            parameter.data = join(parameter.data, remainder)
-        self.remainders = {}
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within this context the parameters are float32: what is read is exact, what is written is
-        kept."""
-        was_split = bool(self.remainders)
-        self.join()
-        try:
-            yield
-        finally:
-            if was_split:
-                self.split(self.gradient_dtype)
 
 
 def random_bits(size: int, count: Tensor, number: int, first: int = 0) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from overland.checkpoint import plan
 from overland.config import schema
 from overland.config.derived import GroupRates, group_rates
-from overland.kernels.bfloat16 import MasterWeights, join
+from overland.kernels.bfloat16 import join
 from overland.optimizers.adamw import update_adamw
 from overland.optimizers.elementwise import AdamW
 from overland.optimizers.parameter_shard import (
@@ -33,6 +33,7 @@ from overland.optimizers.parameter_shard import (
 from overland.optimizers.registry import rule_for, rules_of, state_kinds
 from overland.optimizers.rule import Elementwise, Packed, Rule, Scalar, StateKinds, WholeMatrix
 from overland.optimizers.whole_matrix import Matrices
+from overland.parallel.master_weights import MasterWeights
 from overland.parallel.sharding import names_by_parameter, shard_of, tied_copies
 
 PREFIX = "optimizer."
@@ -185,7 +186,7 @@ class Optimizer:
         if remainder is None:
             return parameter.detach()
         return plan.PackedTensor(
-            parameter.detach(), torch.float32, (parameter.detach(), remainder), join
+            parameter.detach(), torch.float32, (shard_of(parameter.detach()), remainder), join
         )
 
     def copy_state(self, parameter: nn.Parameter, copy: nn.Parameter) -> None:

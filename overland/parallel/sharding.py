@@ -10,16 +10,19 @@ al. 2020). The file also tells which part of a parameter is local.
 Gradients are summed, not averaged: the loss is already divided by the number of tokens in the
 global batch.
 
-A single device is not sharded at all. FSDP would keep float32 parameters there and make a bfloat16
-copy of each, through the buffers of its collectives, twice a step, and return gradients in the same
-way: 42 bytes of wasted traffic per parameter and step. Instead a parameter *is* its bfloat16
-number, and the optimizer keeps the 16-bit remainder (see kernels/bfloat16.py).
+A single device is not sharded at all. FSDP would copy parameters there through the buffers of its
+collectives, twice a step, and return gradients in the same way: 42 bytes of wasted traffic per
+parameter and step.
+
+A float32 parameter that is computed in bfloat16 *is* a bfloat16 number there, and the optimizer
+keeps its 16-bit remainder (see master_weights.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -33,6 +36,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -42,23 +46,24 @@ from overland.models.structure import ties_of
 from overland.parallel.mesh import Mesh
 
 HALVES = ("float32", "bfloat16")  # stored in the first, computed in the second
+SPLIT_SHARDS = False  # until it is timed on GPUs: float32 shards are cast as they are gathered
 
 
 def _allow_integers() -> None:
     """Makes FSDP of torch 2.11 take parameters of integers (weights in 4 bits, the masks of sparse
     layers) as later versions do: it would let each have a gradient, which torch refuses, and cast
     it."""
-    of_floats = fsdp_param.FSDPParam.init_dtype_attrs
+    of_floats = FSDPParam.init_dtype_attrs
 
     def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    def init_dtype_attrs(self: fsdp_param.FSDPParam, policy: MixedPrecisionPolicy) -> None:
+    def init_dtype_attrs(self: FSDPParam, policy: MixedPrecisionPolicy) -> None:
         is_cast = self.sharded_param.is_floating_point()
         of_floats(self, policy if is_cast else MixedPrecisionPolicy())
 
     fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)  # type: ignore[assignment]
-    fsdp_param.FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[assignment]
+    FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[assignment]
 
 
 if torch.__version__ < "2.12":
@@ -126,9 +131,44 @@ def is_single(mesh: Mesh, config: JobConfig) -> bool:
 
 
 def splits(mesh: Mesh, config: JobConfig) -> bool:
-    """Whether parameters are bfloat16, with their remainders as master weights in the optimizer."""
+    """Whether parameters are bfloat16, with their remainders as master weights in the optimizer.
+    Offloaded ones are updated by the CPU, as float32."""
     kinds = (config.training.dtype, config.training.mixed_precision_param)
-    return is_single(mesh, config) and kinds == HALVES
+    is_sharded = SPLIT_SHARDS and not config.training.enable_cpu_offload
+    return kinds == HALVES and (is_single(mesh, config) or is_sharded)
+
+
+def fix_gradient_dtype(parts: Sequence[nn.Module]) -> None:
+    """Makes FSDP return gradients in the present dtype of the parameters, even if they become
+    narrower: it would round the sums to their dtype at the first forward pass."""
+    for part in parts:
+        if isinstance(part, FSDPModule):
+            part._get_fsdp_state()._lazy_init()
+
+
+def shard_owners(parts: Sequence[nn.Module]) -> dict[nn.Parameter, FSDPParam]:
+    """Returns what FSDP knows of each parameter that it shards."""
+    modules = [module for part in parts for module in part.modules()]
+    states = [one._get_fsdp_state() for one in modules if isinstance(one, FSDPModule)]
+    groups = [state._fsdp_param_group for state in states]
+    return {one.sharded_param: one for group in groups if group for one in group.fsdp_params}
+
+
+def store_shard(
+    parameter: nn.Parameter, shard: torch.Tensor, owners: Mapping[nn.Parameter, FSDPParam]
+) -> None:
+    """Makes a tensor, which may have another dtype than before, what this rank holds of a
+    parameter, and what is gathered from now on."""
+    if not isinstance(parameter, DTensor):
+        parameter.data = shard
+        return
+    assert parameter._spec.tensor_meta is not None
+    meta = parameter._spec.tensor_meta._replace(dtype=shard.dtype)
+    spec = replace(parameter._spec, tensor_meta=meta)
+    parameter.data = DTensor(shard, spec, requires_grad=False)  # changes only the outer dtype
+    parameter._local_tensor, parameter._spec = shard, spec
+    if parameter in owners:
+        owners[parameter].reset_sharded_param()
 
 
 def local_part(

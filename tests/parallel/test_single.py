@@ -14,9 +14,9 @@ from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.config import schema
 from overland.config.schema import JobConfig
-from overland.kernels.bfloat16 import MasterWeights
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel import sharding as single
+from overland.parallel.master_weights import MasterWeights
 from overland.world import World
 
 

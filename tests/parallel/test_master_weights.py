@@ -1,0 +1,53 @@
+"""Split master weights on shards: FSDP gathers the bfloat16 weights themselves, and a run computes
+what it computes with float32 shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as fsdp_collectives
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
+from torch import Tensor
+
+from overland.apps.proofs.job import proof_job
+from overland.apps.proofs.layout import Curve, curve
+from overland.apps.proofs.layouts import parse
+from overland.apps.proofs.pool import RankPool
+from overland.config.schema import JobConfig
+from overland.kernels import bfloat16
+from overland.parallel import sharding
+from overland.world import World
+
+LAYOUTS = ["shard2", "rep2xshard2", "tp2xshard2", "pp2xshard2", "cp2", "shard2:zero2",
+           "shard2:accumulate", "rep2", "shard2+lora", "pp2xtp2"]  # fmt: skip
+
+
+def curves_split_and_whole(world: World, config: JobConfig) -> tuple[Curve, Curve]:
+    """Returns the curves with split and with float32 shards. The latter are cast as the former are
+    split, ties away from zero, so that all bits agree."""
+    cast = fsdp_param._to_dtype_if_needed
+
+    def cast_alike(given: Tensor, dtype: torch.dtype | None) -> Tensor:
+        return bfloat16.split(given)[0] if dtype == torch.bfloat16 else cast(given, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "SPLIT_SHARDS", True)
+        split = curve(world, config)
+        patch.setattr(sharding, "SPLIT_SHARDS", False)
+        patch.setattr(fsdp_param, "_to_dtype_if_needed", cast_alike)
+        # FSDP casts many shards at a time where it can.
+        each = lambda parameters: [one.all_gather_inputs for one in parameters]
+        patch.setattr(fsdp_collectives, "_get_param_all_gather_inputs", each)
+        return split, curve(world, config)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_split_shards_compute_what_float32_shards_compute(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    layout = parse(name)
+    job = proof_job(layout, "bfloat16", 10, tmp_path)
+    for split, whole in ranks.run(layout.num_ranks, curves_split_and_whole, job):
+        assert split == whole
