@@ -9,11 +9,13 @@ a single form: rounded like other numbers, a GPU's NaN (all bits 1) would become
 A moment changes by a twentieth or a thousandth per step, but bfloat16 only resolves relative
 differences of 1/256: rounded to nearest, a slow average would never change. Rounded up or down at
 random, the nearer number more likely, it stays unbiased. The random bits are a hash of a key and an
-element's position in its shard. So they need no state, and a run that is resumed in the same layout
-rounds exactly as if it had not been interrupted.
+element's position in the whole parameter. So they need no state, and do not depend on how the
+parameter is sharded.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,11 +45,28 @@ def join(narrow: Tensor, rest: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def random_bits(size: int, count: Tensor, number: int, first: int = 0) -> Tensor:
-    """Returns 32 random bits (in int64) for each of `size` positions from `first` on; they differ
-    for each count and number."""
+class Places(NamedTuple):
+    """Where a shard lies in the whole parameter: it has the first `columns` of every `stride`
+    elements, counted from `first` on."""
+
+    first: int = 0
+    columns: int = 1
+    stride: int = 1
+
+
+WHOLE = Places()
+
+
+def random_bits(
+    size: int, count: Tensor, number: int, start: int = 0, places: Places = WHOLE
+) -> Tensor:
+    """Returns 32 random bits (in int64) for each of `size` elements of a shard from `start` on;
+    they differ for each count and number."""
     key = _hash((count.to(torch.int64) * 0x9E3779B9 + number) & LOW_32)
-    return _hash(torch.arange(first, first + size, device=count.device) ^ key)
+    index = torch.arange(start, start + size, device=count.device)
+    if places.columns != places.stride:
+        index = index // places.columns * places.stride + index % places.columns
+    return _hash((index + places.first) ^ key)
 
 
 def _hash(x: Tensor) -> Tensor:

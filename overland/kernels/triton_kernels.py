@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overland.kernels.bfloat16 import Places
+
 # (elements of a block, warps), tuned with benchmarks/gpu/kernels.py.
 TUNED = {
     "adamw": (2048, 8),  # 8 elements per thread: 16-bit numbers move in 16-byte pieces
@@ -36,6 +38,7 @@ def launch_adamw(
     eps: float,
     decay: float,
     number: int,
+    places: Places,
     decoupled: bool,
 ) -> None:
     """Updates one parameter, split or whole: every element is read and written once."""
@@ -55,15 +58,17 @@ def launch_adamw(
         eps,
         decay,
         number,
+        *places,
         SPLIT=remainder is not None,
         NARROW=exp_avg.dtype == torch.bfloat16,
         DECOUPLED=decoupled,
+        WHOLE_ROWS=places.columns == places.stride,
         BLOCK=block,
         num_warps=warps,
     )
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["number", "first", "columns", "stride"])
 def _update(  # type: ignore[no-untyped-def]
     parameter_ptr,
     remainder_ptr,
@@ -79,9 +84,13 @@ def _update(  # type: ignore[no-untyped-def]
     eps,
     decay,
     number,
+    first,
+    columns,
+    stride,
     SPLIT: tl.constexpr,
     NARROW: tl.constexpr,
     DECOUPLED: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     skip = tl.load(numbers_ptr + 1)
@@ -123,7 +132,8 @@ def _update(  # type: ignore[no-untyped-def]
         if NARROW:  # the same random bits as in bfloat16.py
             count = tl.load(numbers_ptr + 4).to(tl.uint32)
             key = _mix(count * 0x9E3779B9 + number.to(tl.uint32))
-            chance = _mix(place.to(tl.uint32) ^ key)
+            in_whole = place if WHOLE_ROWS else place // columns * stride + place % columns
+            chance = _mix((in_whole + first).to(tl.uint32) ^ key)
             exp_avg = _round_stochastically(exp_avg, chance & 0xFFFF)
             exp_avg_sq = _round_stochastically(exp_avg_sq, chance >> 16)
         tl.store(exp_avg_ptr + place, exp_avg, mask=inside)

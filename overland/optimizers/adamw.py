@@ -74,6 +74,7 @@ def update_triton(rule: AdamW, shards: Sequence[ParameterShard], step: Step) -> 
             rule.eps,
             weight_decay * (lr if rule.decoupled else 1.0),
             shard.seed,
+            shard.places,
             rule.decoupled,
         )
 
@@ -93,7 +94,8 @@ def update_plain(rule: AdamW, shards: Sequence[ParameterShard], step: Step) -> N
             parameter.copy_(narrow)
             remainder.copy_(left_over)
         if piece.state["exp_avg"].dtype == torch.bfloat16:
-            bits = random_bits(wide.numel(), step.num_updates, piece.seed, piece.first)
+            size, count = wide.numel(), step.num_updates
+            bits = random_bits(size, count, piece.seed, piece.start, piece.places)
             for name, chance in (("exp_avg", bits & 0xFFFF), ("exp_avg_sq", bits >> 16)):
                 piece.state[name].copy_(round_stochastically(moments[name], chance))
 

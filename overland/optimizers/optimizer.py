@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from overland.checkpoint import plan
 from overland.config import schema
 from overland.config.derived import GroupRates, group_rates
-from overland.kernels.bfloat16 import join
+from overland.kernels.bfloat16 import Places, join
 from overland.optimizers.adamw import update_adamw
 from overland.optimizers.elementwise import AdamW
 from overland.optimizers.parameter_shard import (
@@ -34,7 +34,12 @@ from overland.optimizers.registry import rule_for, rules_of, state_kinds
 from overland.optimizers.rule import Elementwise, Packed, Rule, Scalar, StateKinds, WholeMatrix
 from overland.optimizers.whole_matrix import Matrices
 from overland.parallel.master_weights import MasterWeights
-from overland.parallel.sharding import names_by_parameter, shard_of, tied_copies
+from overland.parallel.sharding import (
+    names_by_parameter,
+    places_of_shard,
+    shard_of,
+    tied_copies,
+)
 
 PREFIX = "optimizer."
 
@@ -51,6 +56,7 @@ class TrainedParameter:
     kinds: StateKinds
     group: GroupRates
     seed: int
+    places: Places
     state: dict[str, Tensor] = field(default_factory=dict)
     packed: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     is_saved: bool = True
@@ -207,6 +213,7 @@ class Optimizer:
             group_rates(name, len(shape), settings),
             # From the name: both copies of a tied matrix must be rounded alike, wherever they are.
             seed=crc32(name.encode()) >> 1,
+            places=places_of_shard(parameter),
         )
         like = parameter.detach()
         for state, kind in kinds.items():
@@ -245,6 +252,7 @@ class Optimizer:
                 entry.group.lr_factor,
                 entry.group.weight_decay,
                 entry.seed,
+                entry.places,
             )
             for parameter, entry in self._entries.items()
             if entry.rule is rule and parameter.grad is not None

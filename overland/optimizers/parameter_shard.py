@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from overland.errors import OptimizerError
-from overland.kernels.bfloat16 import join, random_bits, round_stochastically, split
+from overland.kernels.bfloat16 import (
+    WHOLE,
+    Places,
+    join,
+    random_bits,
+    round_stochastically,
+    split,
+)
 from overland.optimizers.rule import (
     LARGEST_BLOCK,
     Elementwise,
@@ -60,7 +67,8 @@ class ParameterShard:
     lr_factor: float
     weight_decay: float
     seed: int  # for stochastic rounding
-    first: int = 0  # where this piece begins in its shard
+    places: Places = WHOLE
+    start: int = 0  # where this piece begins in its shard
 
     def rates(self, step: Step) -> Rates:
         count = step.num_updates.to(self._wide)
@@ -74,8 +82,8 @@ class ParameterShard:
         }
         parameter, gradient = self.parameter.view(-1), self.gradient.reshape(-1)
         remainder = None if self.remainder is None else self.remainder.view(-1)
-        for first in range(0, max(1, parameter.numel()), PIECE):
-            here = slice(first, first + PIECE)
+        for start in range(0, max(1, parameter.numel()), PIECE):
+            here = slice(start, start + PIECE)
             yield replace(
                 self,
                 parameter=parameter[here],
@@ -83,7 +91,7 @@ class ParameterShard:
                 gradient=gradient[here],
                 state={name: one[here] if one.ndim else one for name, one in flat.items()},
                 packed={name: self._blocks(name, here) for name in self.packed},
-                first=first,
+                start=start,
             )
 
     def wide_parameter(self) -> Tensor:
@@ -124,7 +132,8 @@ class ParameterShard:
             self._require_shape(name, value, one.shape)
             if one.dtype == torch.bfloat16 and value.dtype != torch.bfloat16:
                 seed = self.seed ^ crc32(name.encode()) >> 1
-                bits = random_bits(value.numel(), step.num_updates, seed, self.first)
+                size, count = value.numel(), step.num_updates
+                bits = random_bits(size, count, seed, self.start, self.places)
                 value = round_stochastically(value.float(), bits & 0xFFFF)
             _write(one, value, step)
         for name, kept in self.packed.items():

@@ -24,6 +24,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from types import SimpleNamespace
 
 import torch
@@ -41,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from overland.config.schema import JobConfig
+from overland.kernels.bfloat16 import Places
 from overland.models.init import persistent_buffers, plain_name
 from overland.models.structure import ties_of
 from overland.parallel.mesh import Mesh
@@ -182,6 +184,17 @@ def local_part(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
     return parameter.to_local(), tuple(offset), tuple(parameter.shape)
+
+
+def places_of_shard(parameter: torch.Tensor) -> Places:
+    """Returns where the elements on this rank are in the whole parameter, of which at most its
+    first two dimensions are split."""
+    shard, offset, whole = local_part(parameter)
+    if len(whole) < 2 or shard.shape[1] == whole[1]:
+        return Places(offset[0] * prod(whole[1:]) if whole else 0)
+    assert tuple(shard.shape[2:]) == whole[2:]
+    stride, below = prod(whole[1:]), prod(whole[2:])
+    return Places(offset[0] * stride + offset[1] * below, shard.shape[1] * below, stride)
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:

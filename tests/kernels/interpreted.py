@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overland.kernels.bfloat16 import join, split
+from overland.kernels.bfloat16 import Places, join, split
 from overland.kernels.float8 import E4M3, E5M2, cast_plain
 from overland.kernels.gradients import cross_entropy_plain_, scaled_plain, sum_of_squares_plain
 from overland.kernels.nf4 import BLOCK, LEVELS, pack, unpack_plain
@@ -80,6 +80,17 @@ def test_update(moments: torch.dtype, decoupled: bool, in_halves: bool) -> None:
         # Float32 sums may differ in the last bit, and chance then tips a few numbers the other way.
         assert (one != other).double().mean() < (0.01 if moments == torch.bfloat16 else 1)
         torch.testing.assert_close(one, other, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("places", [Places(5000), Places(1 << 20, 67, 268)])
+def test_a_shard_is_rounded_by_its_place_in_the_whole_parameter(places: Places) -> None:
+    kernel, twin = (
+        replace(shard_of((61, 67), torch.bfloat16, in_halves=True), places=places) for _ in range(2)
+    )
+    update_triton(AdamW(beta2=0.999), [kernel], step(1))
+    update_plain(AdamW(beta2=0.999), [twin], step(1))
+    for one, other in zip(kernel.state.values(), twin.state.values(), strict=True):
+        assert (one != other).double().mean() < 0.01
 
 
 @pytest.mark.parametrize("in_halves", [True, False])

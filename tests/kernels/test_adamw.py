@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from overland.kernels.bfloat16 import join, split
+from overland.kernels.bfloat16 import Places, join, split
 from overland.optimizers import parameter_shard
 from overland.optimizers.adamw import update_adamw
 from overland.optimizers.elementwise import AdamW
@@ -99,3 +100,29 @@ def test_pieces_have_the_bits_of_the_whole(
         update_adamw(AdamW(bf16_moments=True), ours, step(3, 1e-2))
         results.append([wide if rest is None else join(parameter, rest), moments])
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 1), (1, 4), (3, 4)])
+def test_narrow_moments_do_not_depend_on_how_a_parameter_is_sharded(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_shard, "PIECE", 1 << 6)  # a shard is updated in several pieces
+    torch.manual_seed(0)
+    numbers, gradient = torch.randn(12, 20), torch.randn(12, 20)
+
+    def updated(height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Returns both moments after an update of parts of this size."""
+        moments = torch.zeros(2, 12, 20, dtype=torch.bfloat16)
+        for row in range(0, 12, height):
+            for column in range(0, 20, width):
+                part = slice(row, row + height), slice(column, column + width)
+                state = [moment[part].contiguous() for moment in moments]
+                one = shard(numbers[part].contiguous(), None, gradient[part].clone(), state)
+                places = Places(row * 20 + column, width, 20)
+                update_adamw(AdamW(bf16_moments=True), [replace(one, places=places)], step(3, 1e-3))
+                for moment, new in zip(moments, state, strict=True):
+                    moment[part] = new
+        return moments[0], moments[1]
+
+    whole, parts = updated(12, 20), updated(12 // rows, 20 // columns)
+    assert all(map(torch.equal, whole, parts))

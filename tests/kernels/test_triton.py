@@ -27,15 +27,15 @@ def test_what_they_compute() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+UPDATE_NUMBERS = "*fp32 i64 fp32 fp32 fp32 fp32 fp32 fp32 i32 i64 i64 i64"
+UPDATE: dict[str, Any] = {"DECOUPLED": True, "WHOLE_ROWS": False, "BLOCK": 2048}
 KERNELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "adamw": ("_update", "*i16 *i16 *bf16 *fp32 *fp32 *fp32 i64 fp32 fp32 fp32 fp32 fp32 fp32 i32",
-              {"SPLIT": True, "NARROW": False, "DECOUPLED": True, "BLOCK": 2048}),
-    "adamw, narrow": (
-        "_update", "*i16 *i16 *bf16 *bf16 *bf16 *fp32 i64 fp32 fp32 fp32 fp32 fp32 fp32 i32",
-        {"SPLIT": True, "NARROW": True, "DECOUPLED": True, "BLOCK": 2048}),
-    "adamw, whole": (
-        "_update", "*fp32 *fp32 *fp32 *bf16 *bf16 *fp32 i64 fp32 fp32 fp32 fp32 fp32 fp32 i32",
-        {"SPLIT": False, "NARROW": True, "DECOUPLED": True, "BLOCK": 2048}),
+    "adamw": ("_update", f"*i16 *i16 *bf16 *fp32 *fp32 {UPDATE_NUMBERS}",
+              {"SPLIT": True, "NARROW": False, **UPDATE}),
+    "adamw, narrow": ("_update", f"*i16 *i16 *bf16 *bf16 *bf16 {UPDATE_NUMBERS}",
+                      {"SPLIT": True, "NARROW": True, **UPDATE}),
+    "adamw, whole": ("_update", f"*fp32 *fp32 *fp32 *bf16 *bf16 {UPDATE_NUMBERS}",
+                     {"SPLIT": False, "NARROW": True, **UPDATE}),
     "cross_entropy": ("_cross_entropy", "*bf16 *i64 *fp32 i32 i32 i32", {"BLOCK": 8192}),
     "norm": ("_sum_of_squares", "*bf16 *fp32 i64", {"BLOCK": 4096, "ROUNDS": 4}),
     "scale": ("_scaled", "*fp32 *bf16 *fp32 i64", {"BLOCK": 4096}),

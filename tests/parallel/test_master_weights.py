@@ -51,3 +51,15 @@ def test_split_shards_compute_what_float32_shards_compute(
     job = proof_job(layout, "bfloat16", 10, tmp_path)
     for split, whole in ranks.run(layout.num_ranks, curves_split_and_whole, job):
         assert split == whole
+
+
+def test_narrow_moments_are_rounded_alike_however_parameters_are_sharded(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    losses = []
+    for name in ("rep2", "shard2"):
+        job = proof_job(parse(name), "bfloat16", 5, tmp_path / name)
+        job.optimizer.bf16_moments = True
+        job.training.max_norm = 0.0  # the norm is a sum over shards, so its last bit differs
+        losses += [[loss for loss, _ in one] for one in ranks.run(2, curve, job)]
+    assert all(one == losses[0] for one in losses)
