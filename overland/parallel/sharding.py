@@ -44,10 +44,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from overland.config.schema import JobConfig
 from overland.kernels.bfloat16 import Places
 from overland.models.init import persistent_buffers, plain_name
-from overland.models.structure import ties_of
+from overland.models.structure import find_module, structure_of, ties_of
 from overland.parallel.mesh import Mesh
 
 HALVES = ("float32", "bfloat16")  # stored in the first, computed in the second
+HEAD_APART = False  # until it is timed on GPUs
 SPLIT_SHARDS = False  # until it is timed on GPUs: float32 shards are cast as they are gathered
 
 
@@ -88,13 +89,28 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, config: JobConf
     split = partial(fully_shard, mesh=mesh.shard_axes, mp_policy=precision, offload_policy=offload)
     for block in blocks:
         split(block, reshard_after_forward=mesh.degrees.reshard_after_forward)
-    # The root keeps its parameters (embedding and head): the backward pass begins with them.
+    # The head and the root (the embedding) keep their parameters: the backward pass begins with
+    # those of the head.
+    head = own_head(model) if HEAD_APART else []
+    for module in head:
+        split(module, reshard_after_forward=False)
     split(model, reshard_after_forward=False)
-    prefetch(blocks)
+    prefetch([*blocks, *head])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def own_head(model: nn.Module) -> list[nn.Module]:
+    """Returns the output matrix's module, unless its matrix is also the embedding's: sharded by
+    itself, it is gathered while the last block computes, and its gradient is reduced while the
+    blocks' are computed."""
+    structure = structure_of(model)
+    if not structure.blocks or not structure.last_stage or structure.ties:
+        return []
+    last = find_module(model, structure.last_stage[-1])
+    return [] if last is None else [last]
 
 
 def prefetch(blocks: list[nn.Module]) -> None:
