@@ -20,8 +20,9 @@ from overland.kernels import bfloat16
 from overland.parallel import sharding
 from overland.world import World
 
-LAYOUTS = ["shard2", "rep2xshard2", "tp2xshard2", "pp2xshard2", "cp2", "shard2:zero2",
-           "shard2:accumulate", "rep2", "shard2+lora", "pp2xtp2"]  # fmt: skip
+SHORT = ["tp2xshard2", "rep2xshard2", "shard2:accumulate", "shard2+lora"]
+LONG = ["shard2", "rep2", "cp2", "pp2xshard2", "pp2xtp2", "shard2:zero2"]
+LAYOUTS = [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 
 
 def curves_split_and_whole(world: World, config: JobConfig) -> tuple[Curve, Curve]:
