@@ -41,7 +41,7 @@ def update_group(rule: AdamW, shards: Sequence[ParameterShard], step: Step) -> N
     parameter, is_split = shards[0].parameter, shards[0].remainder is not None
     if not (rule.bf16_moments or is_split):
         update_whole(rule, shards, step)
-    elif triton_takes(parameter) and (is_split or parameter.dtype == torch.float32):
+    elif triton_takes(parameter, "adamw") and (is_split or parameter.dtype == torch.float32):
         update_triton(rule, shards, step)
     else:
         update_plain(rule, shards, step)

@@ -56,7 +56,6 @@ class TrainedParameter:
     kinds: StateKinds
     group: GroupRates
     seed: int
-    places: Places
     state: dict[str, Tensor] = field(default_factory=dict)
     packed: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     is_saved: bool = True
@@ -93,6 +92,7 @@ class Optimizer:
         self._wide = torch.float64 if is_widest else torch.float32
         self._master_weights = MasterWeights(parts)
         self._updaters: list[Updater] | None = None
+        self._places: dict[nn.Parameter, Places] = {}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -213,7 +213,6 @@ class Optimizer:
             group_rates(name, len(shape), settings),
             # From the name: both copies of a tied matrix must be rounded alike, wherever they are.
             seed=crc32(name.encode()) >> 1,
-            places=places_of_shard(parameter),
         )
         like = parameter.detach()
         for state, kind in kinds.items():
@@ -233,6 +232,7 @@ class Optimizer:
         """Returns an updater for each rule. They are created in the first step, while the timeout
         of collectives is still long."""
         if self._updaters is None:
+            self._places = {parameter: places_of_shard(parameter) for parameter in self._entries}
             self._updaters = [
                 updater_of(rule, {e.name: p for p, e in self._entries.items() if e.rule is rule})
                 for rule in self.rules
@@ -252,7 +252,7 @@ class Optimizer:
                 entry.group.lr_factor,
                 entry.group.weight_decay,
                 entry.seed,
-                entry.places,
+                self._places[parameter],
             )
             for parameter, entry in self._entries.items()
             if entry.rule is rule and parameter.grad is not None
