@@ -112,6 +112,7 @@ prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/python -m tests.prove_wheel docs/evidence/wheel.md
 	$(BIN)/python -m tests.prove_docs docs/evidence/docs.md
 	$(BIN)/python -m tests.prove_perplexity docs/evidence/perplexity.md
+	$(BIN)/python -m tests.prove_amd docs/evidence/amd_kernels.md
 	$(BIN)/python -m tests.cluster.supervise.prove_faults --into docs/evidence
 	$(BIN)/python -m tests.cluster.supervise.prove_restarts --into docs/evidence
 

@@ -51,7 +51,7 @@ NOTED = {
     "training": (
         "dataset", "dataset_path", "local_batch_size", "global_batch_size", "seq_len", "last_batch",
         "max_norm", "dtype", "mixed_precision_param", "mixed_precision_reduce", "float8",
-        "enable_cpu_offload",
+        "enable_cpu_offload", "kernels",
     ),
     "optimizer": ("lr", "beta1", "beta2", "eps", "weight_decay", "bf16_moments", "options",
                   "groups"),

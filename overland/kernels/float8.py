@@ -91,7 +91,7 @@ def cast_plain(
 def _cast(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
-    if triton_takes(x):
+    if triton_takes(x, "float8"):
         from overland.kernels.triton_kernels import cast_triton
 
         return cast_triton(x, scale, dtype, rows, columns)

@@ -27,7 +27,7 @@ def cross_entropy_(logits_CV: Tensor, labels_C: Tensor, ignored: int) -> Tensor:
 
     Rows with the label `ignored` have loss 0 and gradient 0.
     """
-    if triton_takes(logits_CV) and logits_CV.dtype in NARROW:
+    if triton_takes(logits_CV, "cross_entropy") and logits_CV.dtype in NARROW:
         from overland.kernels.triton_kernels import cross_entropy_triton_
 
         return cross_entropy_triton_(logits_CV, labels_C, ignored)
@@ -50,7 +50,7 @@ def cross_entropy_plain_(logits_CV: Tensor, labels_C: Tensor, ignored: int) -> T
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the sum of squares of all tensors, in float32 or wider, on their device."""
-    if triton_takes(tensors[0]) and tensors[0].dtype != torch.float64:
+    if triton_takes(tensors[0], "norm") and tensors[0].dtype != torch.float64:
         from overland.kernels.triton_kernels import sum_of_squares_triton
 
         return sum_of_squares_triton(tensors)
@@ -65,7 +65,7 @@ def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
 
 def scaled(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns (wide * factor).to(dtype), multiplied in the wider dtype."""
-    if triton_takes(wide) and wide.is_contiguous() and wide.dtype == torch.float32:
+    if triton_takes(wide, "scale") and wide.is_contiguous() and wide.dtype == torch.float32:
         from overland.kernels.triton_kernels import scaled_triton
 
         return scaled_triton(wide, factor, dtype)

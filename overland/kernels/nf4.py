@@ -87,7 +87,7 @@ def unpack_plain(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("overland::nf4_unpack", mutates_args=())
 def _unpack(packed: Tensor, dtype: torch.dtype, after: Tensor | None) -> Tensor:
-    if triton_takes(packed):
+    if triton_takes(packed, "nf4"):
         from overland.kernels.triton_kernels import unpack_triton
 
         columns, levels = columns_of(packed), _levels_on(packed.device)

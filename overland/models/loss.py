@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from overland.kernels import triton_takes
+from overland.kernels import is_on_nvidia, triton_takes
 from overland.kernels.gradients import cross_entropy_, scaled
 from overland.models.config import CHUNK_TOKENS, KERNEL_CHUNK_TOKENS
 
@@ -44,7 +44,8 @@ class OutputMatrix:
     ) -> tuple[Tensor, Tensor]:
         """Returns Σ w · (-log p(label) + z · log²Z) over labels other than -100, in float32 or
         wider, and the part of it that is z-loss, which has no gradient."""
-        chunk = KERNEL_CHUNK_TOKENS if triton_takes(hidden_BSD) else CHUNK_TOKENS
+        has_kernel = triton_takes(hidden_BSD, "cross_entropy")
+        chunk = KERNEL_CHUNK_TOKENS if has_kernel else CHUNK_TOKENS
         weights_N = weights_BS.reshape(-1) if weights_BS is not None else None
         hidden_ND, labels_N = hidden_BSD.flatten(0, -2), labels_BS.reshape(-1)
         total, z_part = WeightedSum.apply(
@@ -216,7 +217,7 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
     """Returns total + a @ b, in place, in `dtype`: in bfloat16 each additional chunk would lose low
     bits."""
     # Only NVIDIA's library has a mixed-precision product. Under autocast a and b may differ.
-    if not triton_takes(a) or a.dtype != b.dtype or a.dtype == dtype:
+    if not is_on_nvidia(a) or a.dtype != b.dtype or a.dtype == dtype:
         product = (a @ b).to(dtype)
         return product if total is None else total.add_(product)
     if total is None:

@@ -48,6 +48,7 @@ from overland.training.callbacks import (
 from overland.training.fit import held_bytes, require_memory, resolve_auto
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.inner_state import InnerState
+from overland.training.kernel_trials import choose_kernels
 from overland.training.records import MetricsFile, SessionFile, describe_run
 from overland.training.reference import reference_for
 from overland.training.resume import preparer_for, start_from
@@ -88,6 +89,8 @@ def build_run(
     mesh = build_mesh(degrees, device.type, config.comm.init_timeout_seconds)
     warm_up(mesh)
 
+    if note := choose_kernels(config, device):
+        report(f"note: {note}")
     architecture = model_config(config.model)
     config, decided = resolve_auto(config, architecture, degrees, device)
     if world.is_first and screen.is_shown:

@@ -24,7 +24,7 @@ from overland.config.derived import (
 )
 from overland.config.schema import JobConfig
 from overland.errors import OutOfMemoryError, TrainingError
-from overland.kernels import has_triton
+from overland.kernels import has_triton, is_used
 from overland.models.registry import model_config
 from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
@@ -108,7 +108,7 @@ def least_recompute(
     """Returns the first mode of RECOMPUTE that fits the device, or the last if none does, and its
     memory."""
     for recompute in RECOMPUTE:
-        kernels = torch.version.hip is None
+        kernels = is_used("cross_entropy")
         memory = step_memory(model, config, degrees, recompute, compiled, kernels)
         if memory.peak <= USABLE * device_bytes:
             break
@@ -267,5 +267,5 @@ def estimate(
         there = device_memory(device, config.comm.ranks_per_device)
         return least_recompute(architecture, config, degrees, there, compiled)[1]
     recompute = mode if mode in RECOMPUTE else "none"
-    kernels = torch.version.hip is None
+    kernels = is_used("cross_entropy")
     return step_memory(architecture, config, degrees, recompute, compiled, kernels)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from overland import kernels
+from overland.kernels import triton_kernels
 from overland.kernels.bfloat16 import Places, join, split
 from overland.kernels.float8 import E4M3, E5M2, cast_plain
 from overland.kernels.gradients import cross_entropy_plain_, scaled_plain, sum_of_squares_plain
@@ -30,6 +32,7 @@ from overland.optimizers.adamw import update_adamw, update_plain, update_triton
 from overland.optimizers.elementwise import AdamW
 from overland.optimizers.parameter_shard import ParameterShard, Step
 from overland.optimizers.rule import Like
+from overland.training import kernel_trials
 
 # optimizer
 
@@ -100,7 +103,7 @@ def test_a_gradient_may_lie_the_other_way_round_and_a_shard_be_empty(
     as_it_is, turned = (shard_of((61, 67), torch.float32, in_halves) for _ in range(2))
     turned = replace(turned, gradient=turned.gradient.t().contiguous().t())
     empty = shard_of((0, 67), torch.float32, in_halves)
-    monkeypatch.setattr(adamw, "triton_takes", lambda tensor: True)
+    monkeypatch.setattr(adamw, "triton_takes", lambda tensor, kernel: True)
     for some in ([empty, as_it_is], [turned, empty]):
         update_adamw(AdamW(beta2=0.999, bf16_moments=True), some, step(1))
     assert torch.equal(master(as_it_is), master(turned))
@@ -207,3 +210,28 @@ def test_nf4_unpack(shape: tuple[int, int]) -> None:
     packed = pack(torch.randn(shape) * torch.logspace(-9, 9, shape[1]))
     got = unpack_triton(packed, shape[1], torch.tensor(LEVELS), BLOCK, torch.float32)
     assert torch.equal(got, unpack_plain(packed, torch.float32))
+
+
+# trials
+
+
+@pytest.mark.parametrize("name", kernel_trials.TRIALS)
+def test_a_kernel_that_agrees_passes_its_trial(name: str) -> None:
+    assert kernel_trials.problem_of(name, torch.device("cpu")) == ""
+
+
+def test_only_kernels_that_agree_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        return scaled_plain(wide, factor, dtype) * 1.02
+
+    def broken(tensors: list[Tensor]) -> Tensor:
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(triton_kernels, "scaled_triton", wrong)
+    monkeypatch.setattr(triton_kernels, "sum_of_squares_triton", broken)
+    monkeypatch.setattr(kernels, "_in_use", ())
+    line = kernel_trials.earned(["adamw", "norm", "scale"], torch.device("cpu"), "a new GPU")
+    assert [name for name in kernels.KERNELS if kernels.is_used(name)] == ["adamw"]
+    assert line.startswith("our kernels on a new GPU: adamw agrees with PyTorch and is used; ")
+    assert "norm is not used (no such instruction)" in line
+    assert "scale is not used (Tensor-likes are not close!)" in line

@@ -4,6 +4,7 @@ needed here."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,7 @@ INFERENCE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**HEADS, "ROWS": 16, "KEYS": 128, "PARTS": 8, "WINDOW": 0}),
 }  # fmt: skip
 CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
+AMD = ("gfx90a", "gfx942")  # MI250X, MI300X
 LONG = {90: (), 80: pytest.mark.long, 100: pytest.mark.long}
 FLOAT8_FROM = 89
 
@@ -121,19 +123,50 @@ def test_compiles_for_generation(
     assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == is_early
 
 
+@pytest.mark.parametrize("gpu", AMD)
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "float8"])
+def test_compiles_for_amd(
+    name: str, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float8 is refused on AMD's GPUs, and has other formats there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compile_for_amd(name, gpu).asm["amdgcn"]
+    assert number_in(code, "vgpr_spill_count") == number_in(code, "sgpr_spill_count") == 0
+
+
+def compile_for_amd(name: str, gpu: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    from overland.kernels import triton_kernels
+
+    function, types, constants = KERNELS[name]
+    warps = triton_kernels.TUNED[name.partition(",")[0]][1]
+    target = GPUTarget("hip", gpu, 64)
+    return compile_on(target, getattr(triton_kernels, function), types, constants, warps)
+
+
+def number_in(code: str, name: str) -> int:
+    """Returns what the compiler says of a kernel for AMD: a number of registers, or of spills."""
+    found = re.search(rf"\.{name}:\s+(\d+)", code)
+    assert found is not None
+    return int(found[1])
+
+
 def compile_for(
     capability: int, kernel: Any, types: str, constants: dict[str, Any], warps: int
 ) -> Any:
     from triton.backends.compiler import GPUTarget
+
+    compiled = compile_on(GPUTarget("cuda", capability, 32), kernel, types, constants, warps)
+    assert compiled.asm["cubin"]
+    return compiled
+
+
+def compile_on(target: Any, kernel: Any, types: str, constants: dict[str, Any], warps: int) -> Any:
     from triton.compiler import ASTSource
 
     given = [argument for argument in kernel.arg_names if argument not in constants]
     signature = dict(zip(given, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
     places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, places),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps},
-    )
-    assert compiled.asm["cubin"]
-    return compiled
+    source = ASTSource(kernel, signature, places)
+    return triton.compile(source, target=target, options={"num_warps": warps})

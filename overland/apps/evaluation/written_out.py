@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from overland.apps.evaluation.kernels import Heads
 from overland.apps.evaluation.kernels.layers import add_norm, attend, begin, gated, linear
-from overland.kernels import triton_takes
+from overland.kernels import runs_triton
 from overland.models.attention import Attention, Mask, build_mask
 from overland.models.decoder import Decoder, Layer, RMSNorm
 
@@ -29,7 +29,7 @@ def can_write_out(model: Decoder) -> bool:
     """Whether the fused kernels support this model: plain 16-bit matrices and RMS norms."""
     weight = model.lm_head.weight if model.lm_head is not None else torch.empty(0)
     return (
-        triton_takes(weight)
+        runs_triton(weight)
         and weight.dtype in (torch.bfloat16, torch.float16)
         and isinstance(model.model.norm, RMSNorm)
         and all(_is_plain(layer) for layer in model.model.layers.values())

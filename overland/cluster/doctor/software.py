@@ -99,8 +99,8 @@ def check_devices(torch: Torch, drivers: list[str]) -> Finding:
 
 
 def check_kernels(torch: Torch, can_use_triton: Callable[[], bool]) -> Finding:
-    if torch.accelerator != "nvidia":
-        return ok("kernels", "plain PyTorch, as always on CPUs and AMD")
+    if torch.accelerator == "none":
+        return ok("kernels", "plain PyTorch, as always on CPUs")
     if not torch.devices:
         return ok("kernels", "unknown without a device")
     if can_use_triton():

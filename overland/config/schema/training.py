@@ -127,6 +127,9 @@ class Training(Section):
     float8: Literal["off", "tensorwise"] = "off"
     """tensorwise: float8 matrix products in the blocks, with one dynamic scale per tensor; the
     head, embeddings and attention are unchanged."""
+    kernels: Literal["auto", "plain"] = "auto"
+    """Our own GPU kernels; auto: on Hopper all of them, on another GPU those that agree with
+    PyTorch when the run starts, which then says so; plain: PyTorch only."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     gc_freq: PositiveInt = 50

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overland.apps.evaluation.kernels import Heads
-from overland.kernels import triton_takes
+from overland.kernels import runs_triton
 from overland.models.decoder import rms_norm
 from overland.models.rope import rotate
 
@@ -65,7 +65,7 @@ def _is_few(x_BD: Tensor, weight_ND: Tensor) -> bool:
 
 def _takes(tensor: Tensor) -> bool:
     """Whether a Triton version takes this tensor and others like it."""
-    return tensor.dtype in (torch.bfloat16, torch.float16) and triton_takes(tensor)
+    return tensor.dtype in (torch.bfloat16, torch.float16) and runs_triton(tensor)
 
 
 def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads) -> Tensor:
