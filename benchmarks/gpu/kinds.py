@@ -19,10 +19,10 @@ KINDS = {
     "elementwise": r"^triton_",
     "cast": r"^_cast",
     "loss": r"_cross_entropy|softmax|nll_loss|^_scaled$",
-    "optimizer": r"^_update|^_sum_of_squares|adam|lpnorm|LpNorm|multi_tensor_apply",
+    "optimizer": r"^_update|^_sum_of_squares|adam|[lL]p[nN]orm|multi_tensor_apply(?!.*CopyF)",
     "attention": r"sdpa|flash|fmha|cudnn::fusion",
     "matmul": r"gemm|nvjet|cutlass|xmma|cublas|splitKreduce",
-    "copy": r"Memcpy|Memset|copy|CatArray|chunk_cat|split_with_sizes|fill|FillFunctor",
+    "copy": r"Memcpy|Memset|[cC]opy|CatArray|chunk_cat|split_with_sizes|fill|FillFunctor",
     "other": r"",
 }
 

@@ -7,8 +7,9 @@ plausible numbers (never zeros or uninitialized memory, on which a GPU computes 
 copy around a collective is made. They run on the stream that asks for them.
 
 With a network, each collective takes at least as long as an α-β model says: α + bytes / β, where
-bytes are those that a ring sends, (n - 1) / n of the whole. The stream waits on the device, after
-the copy. What is left out: NCCL's kernels occupy some of the SMs meanwhile.
+bytes are those that a ring sends, (n - 1) / n of the whole. It begins when the collective before it
+has ended, also on another stream, as in a communicator of NCCL. The stream waits on the device,
+after the copy. What is left out: NCCL's kernels occupy some of the SMs meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ class LocalGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         for tensor in tensors:
             with self._sent(tensor, rounds=2):  # a reduce-scatter and a gather
-                tensor.mul_(self._factor(opts))
+                if (factor := self._factor(opts)) != 1:
+                    tensor.mul_(factor)
         return done(tensors)
 
     def allgather(
@@ -127,7 +129,9 @@ class LocalGroup(dist.ProcessGroup):
     def _factor(self, opts: Any) -> int:
         """Returns by what the numbers of equal ranks are multiplied: an average, a maximum or a
         minimum of them is the number itself."""
-        return self.size() if opts is None or opts.reduceOp == dist.ReduceOp.SUM else 1
+        kinds = dist.ReduceOp
+        is_same = opts is not None and opts.reduceOp in (kinds.AVG, kinds.MAX, kinds.MIN)
+        return 1 if is_same else self.size()  # a sum, or one of numbers multiplied beforehand
 
     @contextmanager
     def _sent(self, tensor: Tensor, rounds: int = 1) -> Iterator[None]:
@@ -135,17 +139,23 @@ class LocalGroup(dist.ProcessGroup):
         if self._network is None or not tensor.is_cuda or self.size() == 1:
             yield
             return
-        start = torch.empty(1, dtype=torch.int64, device=tensor.device)
-        kernels().network_begin[(1,)](start)
-        yield
         span = rounds * self._network.nanoseconds(tensor.nbytes, self.size())
-        kernels().network_end[(1,)](start, span)
+        end = torch.empty(1, dtype=torch.int64, device=tensor.device)
+        kernels().network_begin[(1,)](busy_until(tensor.device), end, span)
+        yield
+        kernels().network_end[(1,)](end)
 
 
 def done(tensors: Sequence[Tensor]) -> dist.Work:
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result([*tensors])
     return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+@cache
+def busy_until(device: torch.device) -> Tensor:
+    """When the links are free again, by the device's timer."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def launch(name: str, size: int, *args: Any) -> None:

@@ -1,7 +1,7 @@
 """Kernels of the local world. Their names let a profile tell them from a trainer's own copies.
 
-`network_begin` notes the time and `network_end` waits until some time after it, by the device's
-timer, which counts nanoseconds whatever its clock does.
+`network_begin` reserves the links for some time, from when they are free, and `network_end` waits
+until its end, by the device's timer, which counts nanoseconds whatever its clock does.
 """
 
 import triton
@@ -36,15 +36,16 @@ def _now():
     )
 
 
-@triton.jit
-def network_begin(start):
-    tl.store(start, _now())
+@triton.jit(do_not_specialize=["nanoseconds"])
+def network_begin(busy_until, end, nanoseconds):
+    tl.atomic_max(busy_until, _now())
+    tl.store(end, tl.atomic_add(busy_until, nanoseconds.to(tl.int64)) + nanoseconds)
 
 
 @triton.jit
-def network_end(start, nanoseconds):
-    until = tl.load(start) + nanoseconds
+def network_end(end):
+    until = tl.load(end)
     now = _now()
     while now < until:
         now = _now()
-    tl.store(start, now)  # so that no compiler takes the loop for useless
+    tl.store(end, now)  # so that no compiler takes the loop for useless

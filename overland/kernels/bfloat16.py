@@ -66,7 +66,7 @@ def random_bits(
     index = torch.arange(start, start + size, device=count.device)
     if places.columns != places.stride:
         index = index // places.columns * places.stride + index % places.columns
-    return _hash((index + places.first) ^ key)
+    return _hash(((index + places.first) & LOW_32) ^ key)
 
 
 def _hash(x: Tensor) -> Tensor:

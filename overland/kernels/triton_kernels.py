@@ -43,6 +43,7 @@ def launch_adamw(
 ) -> None:
     """Updates one parameter, split or whole: every element is read and written once."""
     block, warps = TUNED["adamw"]
+    assert parameter.numel() < 1 << 32 or places.columns == places.stride
     _update[(triton.cdiv(parameter.numel(), block),)](
         parameter,
         parameter if remainder is None else remainder,
@@ -132,8 +133,11 @@ def _update(  # type: ignore[no-untyped-def]
         if NARROW:  # the same random bits as in bfloat16.py
             count = tl.load(numbers_ptr + 4).to(tl.uint32)
             key = _mix(count * 0x9E3779B9 + number.to(tl.uint32))
-            in_whole = place if WHOLE_ROWS else place // columns * stride + place % columns
-            chance = _mix((in_whole + first).to(tl.uint32) ^ key)
+            in_whole = place.to(tl.uint32)
+            if not WHOLE_ROWS:  # divided in 32 bits: in 64 it would take longer than the memory
+                row = in_whole // columns.to(tl.uint32)
+                in_whole += row * (stride - columns).to(tl.uint32)
+            chance = _mix((in_whole + first.to(tl.uint32)) ^ key)
             exp_avg = _round_stochastically(exp_avg, chance & 0xFFFF)
             exp_avg_sq = _round_stochastically(exp_avg_sq, chance >> 16)
         tl.store(exp_avg_ptr + place, exp_avg, mask=inside)

@@ -185,8 +185,11 @@ def store_shard(
     spec = replace(parameter._spec, tensor_meta=meta)
     parameter.data = DTensor(shard, spec, requires_grad=False)  # changes only the outer dtype
     parameter._local_tensor, parameter._spec = shard, spec
-    if parameter in owners:
-        owners[parameter].reset_sharded_param()
+    if owner := owners.get(parameter):
+        of_gradients, wanted = owner._sharding_spec, owner.mp_policy.param_dtype
+        owner.reset_sharded_param()
+        owner._sharding_spec = of_gradients
+        owner.param_dtype = None if shard.dtype == wanted else wanted  # None: nothing is cast
 
 
 def local_part(

@@ -7,13 +7,12 @@ differs, or does not compile there, is not used.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from overland.config.schema import JobConfig
 from overland.kernels import KERNELS, has_triton, use_only
-from overland.kernels.bfloat16 import Places, join, split
+from overland.kernels.bfloat16 import WHOLE, Places, join, split
 from overland.kernels.float8 import E4M3, cast_plain
 from overland.kernels.gradients import cross_entropy_plain_, scaled_plain, sum_of_squares_plain
 from overland.kernels.nf4 import BLOCK, LEVELS, pack, unpack_plain
@@ -21,6 +20,7 @@ from overland.optimizers.adamw import update_plain, update_triton
 from overland.optimizers.elementwise import AdamW
 from overland.optimizers.parameter_shard import ParameterShard, Step
 from overland.optimizers.rule import Like
+from overland.parallel.comm import all_of
 from overland.words import any_of
 from overland.world.devices import device_name
 
@@ -28,15 +28,20 @@ HOPPER = 9  # compute capability
 
 
 def choose_kernels(config: JobConfig, device: torch.device) -> str:
-    """Applies `training.kernels`. Returns a line about what a GPU that was not measured has earned;
-    empty if there is nothing to say."""
+    """Applies `training.kernels` on all ranks, which call this together. Returns a line about what
+    GPUs that were not measured have earned; empty if there is nothing to say."""
     is_plain = config.training.kernels == "plain"
     use_only(() if is_plain else KERNELS)
-    if is_plain or device.type != "cuda" or not has_triton():
+    if is_plain or device.type != "cuda":
         return ""
-    if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == HOPPER:
-        return ""
-    return earned(wanted(config), device, device_name(config.training.device))
+    gpu = "" if is_measured(device) else device_name(config.training.device)
+    problems = {name: problem_of(name, device) for name in wanted(config)} if gpu else {}
+    return earned(wanted(config), all_of((gpu, problems)))
+
+
+def is_measured(device: torch.device) -> bool:
+    is_hopper = torch.cuda.get_device_capability(device)[0] == HOPPER
+    return torch.version.hip is None and is_hopper and has_triton()
 
 
 def wanted(config: JobConfig) -> list[str]:
@@ -45,15 +50,23 @@ def wanted(config: JobConfig) -> list[str]:
     return [name for name in KERNELS if not unneeded.get(name)]
 
 
-def earned(names: list[str], device: torch.device, gpu: str) -> str:
-    """Tries kernels, and uses only those that agree with PyTorch from now on. Says which."""
-    problems = {name: problem_of(name, device) for name in names}
-    good = [name for name, problem in problems.items() if not problem]
+def earned(names: list[str], of_ranks: list[tuple[str, dict[str, str]]]) -> str:
+    """Uses only kernels that agree with PyTorch on every rank: where ranks differ, replicas would
+    round differently, and could recompute differently. Says which; `of_ranks`: each rank's GPU,
+    unless it was measured, and problems."""
+    bad: dict[str, str] = {}
+    for rank, (_, problems) in enumerate(of_ranks):
+        for name, why in problems.items():
+            if why and name not in bad:
+                bad[name] = f"{name} is not used (rank {rank}: {why})"
+    good = [name for name in names if name not in bad]
     use_only(good)
+    gpus = sorted({gpu for gpu, _ in of_ranks if gpu})
     agree = "agrees with PyTorch and is" if len(good) == 1 else "agree with PyTorch and are"
     parts = [f"{any_of(good, 'and')} {agree} used"] if good else []
-    parts += [f"{name} is not used ({why})" for name, why in problems.items() if why]
-    return f"our kernels on {gpu}: {'; '.join(parts)}"
+    return f"our kernels on {any_of(gpus, 'and')}: {'; '.join([*parts, *bad.values()])}" * bool(
+        gpus
+    )
 
 
 def problem_of(name: str, device: torch.device) -> str:
@@ -68,25 +81,32 @@ def problem_of(name: str, device: torch.device) -> str:
 
 
 def try_adamw(device: torch.device) -> None:
-    rule = AdamW(beta2=0.999)
+    """Tries each kind of weight, moment, gradient, shard and weight decay at least once."""
     count, divisor, skip = (torch.tensor(one, device=device) for one in (3.0, 2.5, 0.0))
     step = Step(1e-3, count, divisor, skip)
     wide = torch.randn((61, 67), device=device) * 0.02
-    gradient = torch.randn((61, 67), device=device).bfloat16()
-    for dtype in (torch.float32, torch.bfloat16):
+    gradient = torch.randn((61, 67), device=device)
+    kinds = dict.fromkeys(("exp_avg", "exp_avg_sq"), Like())
+    for is_split, moments, summed, places, decoupled in (
+        (True, torch.float32, torch.bfloat16, WHOLE, True),
+        (True, torch.bfloat16, torch.bfloat16, WHOLE, True),
+        (True, torch.bfloat16, torch.float32, Places(5, 67, 80), False),
+        (False, torch.bfloat16, torch.float32, WHOLE, True),
+        (False, torch.bfloat16, torch.float32, Places(5, 67, 80), False),
+    ):
         both = []
         for update in (update_triton, update_plain):
-            moments = {name: gradient.square().to(dtype) for name in ("exp_avg", "exp_avg_sq")}
-            kinds = dict.fromkeys(moments, Like())
-            shard = ParameterShard("w", *split(wide), gradient, kinds, moments, {}, 1.0, 0.1, 3)
-            shard = replace(shard, places=Places(5, 67, 80))
-            update(rule, [shard], step)
-            assert shard.remainder is not None
-            both.append([join(shard.parameter, shard.remainder), *moments.values()])
-        (master, *moments_of_kernel), (exact, *moments_of_twin) = both
-        torch.testing.assert_close(master, exact, rtol=1e-5, atol=1e-8)
+            weight, rest = split(wide) if is_split else (wide.clone(), None)
+            state = {name: gradient.square().to(moments) for name in kinds}
+            given = gradient.to(summed)
+            shard = ParameterShard("w", weight, rest, given, kinds, state, {}, 1.0, 0.1, 3, places)
+            update(AdamW(beta2=0.999, decoupled=decoupled), [shard], step)
+            master = weight if rest is None else join(weight, rest)
+            both.append([master, *state.values()])
+        (got, *got_state), (exact, *exact_state) = both
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-8)
         # Sums may differ in the last bit, and chance then rounds a few numbers the other way.
-        torch.testing.assert_close(moments_of_kernel, moments_of_twin, rtol=2**-7, atol=0)
+        torch.testing.assert_close(got_state, exact_state, rtol=2**-7, atol=0)
 
 
 def try_cross_entropy(device: torch.device) -> None:

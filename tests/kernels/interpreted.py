@@ -230,8 +230,11 @@ def test_only_kernels_that_agree_are_used(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(triton_kernels, "scaled_triton", wrong)
     monkeypatch.setattr(triton_kernels, "sum_of_squares_triton", broken)
     monkeypatch.setattr(kernels, "_in_use", ())
-    line = kernel_trials.earned(["adamw", "norm", "scale"], torch.device("cpu"), "a new GPU")
+    names = ["adamw", "norm", "scale"]
+    problems = {name: kernel_trials.problem_of(name, torch.device("cpu")) for name in names}
+    line = kernel_trials.earned(names, [("", {}), ("a new GPU", problems)])
     assert [name for name in kernels.KERNELS if kernels.is_used(name)] == ["adamw"]
     assert line.startswith("our kernels on a new GPU: adamw agrees with PyTorch and is used; ")
-    assert "norm is not used (no such instruction)" in line
-    assert "scale is not used (Tensor-likes are not close!)" in line
+    assert "norm is not used (rank 1: no such instruction)" in line
+    assert "scale is not used (rank 1: Tensor-likes are not close!)" in line
+    assert kernel_trials.earned(names, [("", {}), ("", {})]) == ""  # measured everywhere

@@ -13,7 +13,9 @@ import torch
 from torch.distributed import ReduceOp
 
 PATH = Path(__file__).parents[2] / "benchmarks/gpu/local_world.py"
-SUM, AVG = SimpleNamespace(reduceOp=ReduceOp.SUM), SimpleNamespace(reduceOp=ReduceOp.AVG)
+SUM, AVG, MAX = (
+    SimpleNamespace(reduceOp=one) for one in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX)
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def test_collectives_of_equal_ranks(names: dict[str, Any]) -> None:
     group.all_gather_single(gathered, gathered[:2]).wait()
     assert gathered.tolist() == [1.0, 2.0] * 4
 
-    for options, factor in ((SUM, 4), (AVG, 1)):
+    for options, factor in ((SUM, 4), (AVG, 1), (MAX, 1)):
         part = torch.empty(2)
         group.reduce_scatter_single(part, gathered, options).wait()
         assert part.tolist() == [factor, 2 * factor]

@@ -4,6 +4,7 @@ what it computes with float32 shards."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from overland.apps.proofs.layouts import parse
 from overland.apps.proofs.pool import RankPool
 from overland.config.schema import JobConfig
 from overland.kernels import bfloat16
+from overland.optimizers.optimizer import Optimizer
 from overland.parallel import sharding
 from overland.world import World
 
@@ -52,6 +54,33 @@ def test_split_shards_compute_what_float32_shards_compute(
     job = proof_job(layout, "bfloat16", 10, tmp_path)
     for split, whole in ranks.run(layout.num_ranks, curves_split_and_whole, job):
         assert split == whole
+
+
+def curves_with_and_without_a_look(world: World, config: JobConfig) -> tuple[Curve, Curve]:
+    """Returns the curve of a run whose weights are whole for a moment after each step, as when they
+    are loaded or exported, and that of an undisturbed one."""
+    update = Optimizer.update
+
+    def update_and_look(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        update(self, *args, **kwargs)
+        with self.whole():
+            assert {p.dtype for p in self.parameters} == {torch.float32}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "SPLIT_SHARDS", True)
+        undisturbed = curve(world, config)
+        patch.setattr(Optimizer, "update", update_and_look)
+        return undisturbed, curve(world, config)
+
+
+def test_split_shards_are_whole_where_they_are_read_and_written(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Also if one rank has fewer rows of a matrix than the others."""
+    job = proof_job(parse("shard4"), "bfloat16", 4, tmp_path)
+    job.model.overrides["vocab_size"] = 97
+    for one, other in ranks.run(4, curves_with_and_without_a_look, job):
+        assert one == other
 
 
 def test_narrow_moments_are_rounded_alike_however_parameters_are_sharded(

@@ -128,8 +128,8 @@ class Training(Section):
     """tensorwise: float8 matrix products in the blocks, with one dynamic scale per tensor; the
     head, embeddings and attention are unchanged."""
     kernels: Literal["auto", "plain"] = "auto"
-    """Our own GPU kernels; auto: on Hopper all of them, on another GPU those that agree with
-    PyTorch when the run starts, which then says so; plain: PyTorch only."""
+    """Our own GPU kernels in training; auto: on Hopper all of them, on other GPUs those that agree
+    with PyTorch on all ranks when the run starts, which then says so; plain: PyTorch only."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     gc_freq: PositiveInt = 50
