@@ -1,7 +1,7 @@
 """Kernels: a plain PyTorch definition of each, and a Triton version that GPUs run instead.
 
 The Triton versions are in the files triton_*.py; only these import Triton, so they are imported
-late. They are tuned on NVIDIA GPUs; a run tries them on others (training/kernel_trials.py).
+late. They are tuned on Hopper; on other GPUs a run tries them (training/kernel_trials.py).
 """
 
 from __future__ import annotations

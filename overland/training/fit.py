@@ -108,8 +108,7 @@ def least_recompute(
     """Returns the first mode of RECOMPUTE that fits the device, or the last if none does, and its
     memory."""
     for recompute in RECOMPUTE:
-        kernels = is_used("cross_entropy")
-        memory = step_memory(model, config, degrees, recompute, compiled, kernels)
+        memory = step_memory(model, config, degrees, recompute, compiled, kernels_of(config))
         if memory.peak <= USABLE * device_bytes:
             break
     return recompute, memory
@@ -267,5 +266,9 @@ def estimate(
         there = device_memory(device, config.comm.ranks_per_device)
         return least_recompute(architecture, config, degrees, there, compiled)[1]
     recompute = mode if mode in RECOMPUTE else "none"
-    kernels = is_used("cross_entropy")
-    return step_memory(architecture, config, degrees, recompute, compiled, kernels)
+    return step_memory(architecture, config, degrees, recompute, compiled, kernels_of(config))
+
+
+def kernels_of(config: JobConfig) -> bool:
+    """Whether the loss has our own kernel, which saves memory. A check has not applied the key."""
+    return config.training.kernels == "auto" and is_used("cross_entropy")

@@ -117,7 +117,8 @@ def try_cross_entropy(device: torch.device) -> None:
     labels[[0, 5]] = -100
     got, exact = logits.clone(), logits.clone()
     losses = cross_entropy_triton_(got, labels, -100)
-    torch.testing.assert_close(losses, cross_entropy_plain_(exact, labels, -100))
+    of_twin = cross_entropy_plain_(exact, labels, -100)
+    torch.testing.assert_close(losses, of_twin, rtol=1e-5, atol=1e-5)  # sums of 20,001 numbers
     torch.testing.assert_close(got, exact, rtol=2**-7, atol=1e-6)
 
 

@@ -240,6 +240,7 @@ def left_out(source: str | None) -> list[str]:
     changed = {
         "training.float8": config.training.float8 != "off",
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "training.kernels": config.training.kernels != "auto",
         "model.freeze": plain and bool(config.model.freeze),
         "optimizer.groups": bool(config.optimizer.groups),
         "optimizer.bf16_moments": config.optimizer.bf16_moments,
