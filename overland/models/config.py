@@ -229,14 +229,17 @@ class DecoderConfig:
         trained = matrix if one.trains_head else 0.0
         vocab = self.vocab_size / tp
         chunk = min(tokens, CHUNK_TOKENS) * vocab
-        # Logits, and the gradient of the output matrix, accumulated in float32.
-        loss = chunk * (size + 8) + 4 * trained
+        # Logits, and the gradient of the output matrix: accumulated in float32, then scaled and
+        # rounded, when no logits are left.
         if tp > 1:  # The rows are gathered, and their gradient is wide until it is summed.
             before = 4 * trained if tokens > CHUNK_TOKENS else 0.0
-            loss = max(chunk * (size + 4) + before, chunk * size + 4 * trained)
+            loss = max(chunk * (size + 4) + before, chunk * size + 4 * trained, (4 + size) * trained)
             loss += tokens * self.hidden_size * (size + 4)
         elif one.kernels:
-            loss = min(tokens, KERNEL_CHUNK_TOKENS) * vocab * size + 4 * trained
+            logits = min(tokens, KERNEL_CHUNK_TOKENS) * vocab * size
+            loss = 4 * trained + max(logits, size * trained)
+        else:
+            loss = 4 * trained + max(chunk * (size + 8), (4 + size) * trained)
         return Activations(
             kept=tokens * kept,
             # Gradients of gate, up and their product; what is recomputed.
@@ -264,6 +267,8 @@ class DecoderConfig:
             inputs = size * (2 * width + inner)
         else:  # in 8 bits, attention's output as well; uncompiled, each product casts separately
             inputs = (2 if one.compiled else 5) * width + inner + q
+        if one.cp > 1:  # the outputs of a head and a tail piece, joined
+            inputs += size * q
         if self.qk_norm:
             outputs += size * (q + kv)
         if not one.compiled:  # norms keep a float32 and a rounded input; silu(gate) is also kept

@@ -4,16 +4,15 @@ The state (parameters and optimizer state) lives through the whole step. The pea
 worst of these moments:
 
     head       everything that blocks keep for the backward pass, and the logits of one chunk
-    block      the same, and the intermediate tensors of the first block's backward pass
-    embedding  what sharded gradients there are by then, and those of embedding and head
+    block      the same, and the intermediate tensors of the backward pass that comes first
+    last       the gradients of all blocks, and what the backward pass that comes last takes
+    embedding  what gradients there are by then (shards, if sharded), and the embedding's own
     reduce     FSDP's buffers for the gradients of what is outside the blocks
-    update     all gradients, and nothing of the above
 
 On one device the estimate is within 1 % of measurements for 1B to 8B parameters, 8 k to 64 k
-tokens, bfloat16 and 8 bits, adapters on 16-bit and 4-bit weights, compiled or not, and within 3 %
-if every block is recomputed; for 1B on four ranks, sharded, replicated or in a pipeline, within
-1.5 % (tests/planner/test_memory.py). Tensor parallelism has not been compared since its embedding
-is our own.
+tokens, bfloat16 and 8 bits, adapters on 16-bit and 4-bit weights, compiled or not, and within 2 %
+if every block is recomputed; for 1B on four ranks within 1 %, in each kind of parallelism and some
+of their combinations (tests/planner/test_memory.py, docs/evidence/gpu_memory.md).
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
 
 RECOMPUTE = ("none", "selective", "full")  # from the fastest to the one that needs least memory
+WORKSPACE = 2 * 2**25  # of cuBLAS and cuBLASLt, on Hopper GPUs
 NF4_BYTES = 1 / 2 + 2 / 64  # of a weight in 4 bits, with its share of a scale (kernels/nf4.py)
 
 
@@ -53,7 +53,7 @@ class StepMemory:
 
     @property
     def peak(self) -> float:
-        return self.state + max(self.moments.values())
+        return self.state + WORKSPACE + max(self.moments.values())
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,14 @@ def memory_of(
         # accumulate.
         gradients = min(summed if accumulates else size, wide) * trained
         before = gradients if accumulates else 0.0
+        # An embedding's gradient comes after the first block; a tied one is added to the output's.
+        embedded = size * share.embedding * trains_ends
+        beside = output_gradient if accumulates else -embedded if share.head else 0.0
         moments = {
             "head": before + kept + loss,
             "block": before + kept + output_gradient + made.block,
-            "update": gradients + output_gradient + made.block,
+            "last": gradients + beside + made.block,
+            "embedding": gradients + (0.0 if share.head else embedded),
         }
         return StepMemory(state, gradients, kept, moments)
 

@@ -108,14 +108,14 @@ LORA = {"rank": 16, "targets": "all-linear"}
         ),
     ],
 )
-def test_one_device_within_a_percent_and_three_where_all_is_recomputed(
+def test_one_device_within_a_percent_and_two_where_all_is_recomputed(
     gib: float, settings: dict[str, Any]
 ) -> None:
     settings = dict(settings)
     flavor, rows = settings.pop("flavor"), settings.pop("rows")
     if "model" in settings:
         settings["model"] = {"flavor": flavor, **settings["model"]}
-    tolerance = 0.03 if settings.get("recompute") == "full" else 0.01
+    tolerance = 0.02 if settings.get("recompute") == "full" else 0.01
     assert estimate(flavor, rows, **settings).peak / GIB == pytest.approx(gib, rel=tolerance)
 
 
@@ -123,6 +123,7 @@ SHARDED: dict[str, Any] = {"parallelism": {"data_parallel_shard_degree": 4}}
 ZERO2 = {"data_parallel_shard_degree": 4, "fsdp_reshard_after_forward": "never"}
 TWICE = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
 PIPELINE: dict[str, int] = {"pipeline_parallel_degree": 4}
+TENSOR = {"tensor_parallel_degree": 2}
 PIPELINES = {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}
 
 
@@ -140,11 +141,22 @@ PIPELINES = {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}
         (12.63, {"rows": 8, "parallelism": PIPELINE}),
         (14.09, {"rows": 4, "parallelism": PIPELINES, "compiled": False}),
         (12.81, {"rows": 4, "parallelism": PIPELINES}),
+        (9.05, {"rows": 4, "parallelism": {**TENSOR, "pipeline_parallel_degree": 2}}),
+        (5.16, {"parallelism": {"tensor_parallel_degree": 4}}),
+        (6.40, {"parallelism": TENSOR, "compiled": False}),
+        (5.52, {"parallelism": TENSOR, "recompute": "full"}),
+        (5.68, {"parallelism": TENSOR, "training": FLOAT8}),
+        (3.05, {"parallelism": TENSOR, "lora": LORA}),
+        (7.62, {**SHARDED, "training": FLOAT8}),
+        (4.12, {**SHARDED, "lora": LORA}),
+        (6.25, {"parallelism": {"context_parallel_degree": 4}}),
+        (7.36, {"parallelism": {"context_parallel_degree": 2}, "compiled": False}),
+        (5.52, {"parallelism": {**TENSOR, "context_parallel_degree": 2}}),
     ],
 )
-def test_four_ranks_within_a_percent_and_a_half(gib: float, settings: dict[str, Any]) -> None:
+def test_four_ranks_within_a_percent(gib: float, settings: dict[str, Any]) -> None:
     settings = {"rows": 1, "seq_len": 2048, "world": 4, **settings}
-    assert estimate("1B", **settings).peak / GIB == pytest.approx(gib, rel=0.015)
+    assert estimate("1B", **settings).peak / GIB == pytest.approx(gib, rel=0.01)
 
 
 @pytest.mark.parametrize(
