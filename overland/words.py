@@ -66,6 +66,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def rounded(number: float) -> str:
+    """Returns three digits of a number, and all digits of a whole one: 0.0412, 41.2, 4,123."""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
 def number_of(count: int, what: str) -> str:
     """Returns a number with its noun: `1 step`, `2,000 steps`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -233,7 +233,9 @@ class DecoderConfig:
         # rounded, when no logits are left.
         if tp > 1:  # The rows are gathered, and their gradient is wide until it is summed.
             before = 4 * trained if tokens > CHUNK_TOKENS else 0.0
-            loss = max(chunk * (size + 4) + before, chunk * size + 4 * trained, (4 + size) * trained)
+            loss = max(
+                chunk * (size + 4) + before, chunk * size + 4 * trained, (4 + size) * trained
+            )
             loss += tokens * self.hidden_size * (size + 4)
         elif one.kernels:
             logits = min(tokens, KERNEL_CHUNK_TOKENS) * vocab * size

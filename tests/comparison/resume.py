@@ -296,7 +296,7 @@ def nanochat(clone: Path) -> Trainer:
 
 
 TRAINERS = (
-    Trainer("Overland", overland, {"NGPU": "1"}, logged),
+    Trainer("Overland", overland, {"NGPU": "1"}, losses=logged),
     Trainer("transformers Trainer", hugging_face("map"), {"RECORD_PAD": "0"}),
     Trainer("transformers Trainer, streaming", hugging_face("stream"), {"RECORD_PAD": "0"}),
     Trainer(

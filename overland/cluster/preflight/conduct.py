@@ -206,6 +206,8 @@ class _Conductor:
         self._blame(judge.devices(answers, self.job.ranks_per_device))
         if why := judge.sharing(answers, self.job.ranks_per_device):
             self.report.failure = why
+        if note := judge.uncompared(answers, self.job.ranks_per_device):
+            self.report.notes.append(note)
         self._blame(judge.products(answers))
         self._blame(judge.rates(answers, bounds))
         return bounds

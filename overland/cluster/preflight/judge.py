@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from statistics import median, median_high, multimode
 from typing import Any
 
+from overland.words import rounded
 from overland.world.devices import refusal_to_share
 
 Place = tuple[str, int]
@@ -152,10 +153,21 @@ def rates(answers: Answers, bounds: Bounds) -> Iterator[Finding]:
                 groups[facts["name"], place[1] if by_local_rank else 0][place] = facts[key]
         for values in groups.values():
             for (node, local), value, usual in _far_below(values, bound):
-                yield (
-                    node,
-                    f"{what} of task {local} is slow: {value:.3g} {unit}, median {usual:.3g}",
-                )
+                rate = f"{rounded(value)} {unit}, median {rounded(usual)}"
+                yield node, f"{what} of task {local} is slow: {rate}"
+
+
+def uncompared(answers: Answers, ranks_per_device: int) -> str:
+    """Returns a note if there are too few accelerators to find a slow one, or ""."""
+    measured = [facts for facts in answers.values() if facts.get("kind") == "cuda"]
+    count = max(1, len(measured) // ranks_per_device) if measured else 0
+    if not 0 < count < FEWEST:
+        return ""
+    shared = f", shared by {ranks_per_device} tasks each" if ranks_per_device > 1 else ""
+    return (
+        f"with fewer than {FEWEST} devices (here {count}{shared}) speeds are compared with "
+        "nothing; compare them with an earlier preflight"
+    )
 
 
 def faster(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +193,10 @@ def disks(answers: Answers) -> Iterator[Finding]:
         speeds = {p: f["write_gb_per_s"] for p, f in found.items() if "write_gb_per_s" in f}
         for (node, _), value, usual in _far_below(speeds, SLOW_DISK):
             if value < SLOW_DISK_GB_PER_S:
-                yield node, f"{name} is slow: {value * 1000:.3g} MB/s, median {usual * 1000:.3g}"
+                yield (
+                    node,
+                    f"{name} is slow: {rounded(value * 1000)} MB/s, median {rounded(usual * 1000)}",
+                )
 
 
 def clocks(answers: Answers) -> Iterator[Finding]:
@@ -289,7 +304,7 @@ def bad_links(first: Sequence[Match], slow: float, again: Sequence[Match] = ()) 
         if rate is None or match.error:
             found[match] = match.error or "no result"
         elif len(best) >= FEWEST and rate < slow * typical:
-            found[match] = f"{rate:.3g} GB/s, while the median is {typical:.3g}"
+            found[match] = f"{rounded(rate)} GB/s, while the median is {rounded(typical)}"
     return found
 
 

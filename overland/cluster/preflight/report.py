@@ -12,7 +12,7 @@ from typing import Any
 from overland.cluster.preflight.judge import Match
 from overland.files import replace_file
 from overland.plugins import plugin
-from overland.words import visible
+from overland.words import rounded, visible
 
 FULL_TABLE = 32  # nodes; if there are more, only bad ones are shown
 PLAIN_WIDTH = 160
@@ -74,7 +74,7 @@ class Report:
             rate, tasks = self.all_reduce["gb_per_s"], self.all_reduce["tasks"]
             network = self.all_reduce.get("transport")
             over = f" over {IN_WORDS.get(network, network)}" if network else ""
-            lines.append(f"all-reduce of {tasks} tasks: {rate:.3g} GB/s per task{over}.")
+            lines.append(f"all-reduce of {tasks} tasks: {rounded(rate)} GB/s per task{over}.")
         return "\n".join(lines)
 
 
@@ -109,10 +109,10 @@ def _numbers(report: Report, node: str) -> list[str]:
         *(_worst(devices, rate) for rate in RATES),
         _worst([disk for disk in disks if isinstance(disk, dict)], "write_gb_per_s"),
         f"{clocks[0]['ahead'] * 1000:.1f}" if clocks else "–",
-        f"{min(links):.3g}" if links else "–",
+        rounded(min(links)) if links else "–",
     ]
 
 
 def _worst(answers: list[dict[str, Any]], key: str) -> str:
     values = [answer[key] for answer in answers if key in answer]
-    return f"{min(values):.3g}" if values else "–"
+    return rounded(min(values)) if values else "–"

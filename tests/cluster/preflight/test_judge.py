@@ -97,7 +97,7 @@ def test_devices_of_two_models_are_not_compared_and_of_two_both_are_suspects() -
     ("key", "value", "words"),
     [
         ("matmul_tflops", 500.0, "matmul of task 1 is slow: 500 TFLOP/s, median 700"),
-        ("memory_gb_per_s", 3300.0, "memory of task 1 is slow: 3.3e+03 GB/s, median 4e+03"),
+        ("memory_gb_per_s", 3300.0, "memory of task 1 is slow: 3,300 GB/s, median 4,000"),
         ("to_device_gb_per_s", 12.0, "host to device of task 1 is slow: 12 GB/s, median 50"),
         ("to_host_gb_per_s", 12.0, "device to host of task 1 is slow: 12 GB/s, median 50"),
     ],
@@ -106,6 +106,13 @@ def test_slow_is_far_below_the_median(key: str, value: float, words: str) -> Non
     assert list(judge.rates(gpus(n2_1={key: value}), judge.ACCELERATOR)) == [("n2", words)]
     few = {place: facts for place, facts in gpus(n2_1={key: value}).items() if place[0] == "n2"}
     assert list(judge.rates(few, judge.ACCELERATOR)) == []
+
+
+def test_too_few_devices_to_compare_are_a_note() -> None:
+    one, two = (dict.fromkeys(list(gpus())[:count], GPU) for count in (1, 2))
+    assert "(here 1)" in judge.uncompared(one, 1)
+    assert "(here 1, shared by 2 tasks each)" in judge.uncompared(two, 2)
+    assert judge.uncompared(gpus(), 1) == judge.uncompared({("n1", 0): {"kind": "cpu"}}, 1) == ""
 
 
 def test_a_local_rank_behind_a_slow_switch_on_every_node_is_not_slow() -> None:
@@ -136,7 +143,7 @@ def test_disks_that_are_full_refuse_lie_or_crawl() -> None:
         ("n2", "run folder /x is nearly full: 0.50 GiB are free"),
         ("n3", "run folder /x returns different bytes than were written"),
         ("n6", "run folder /x is not writable: Read-only file system"),
-        ("n4", "run folder is slow: 1 MB/s, median 1e+03"),
+        ("n4", "run folder is slow: 1 MB/s, median 1,000"),
     ]
 
 
