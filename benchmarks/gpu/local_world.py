@@ -67,26 +67,14 @@ class LocalGroup(dist.ProcessGroup):
         return c10d._world.pg_names[self]
 
     def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> dist.Work:
-        mine = mine.contiguous()
-        with self._sent(output):
-            if output.is_cuda:
-                launch("local_gather", mine.numel(), output, mine, mine.numel(), self.size())
-            else:
-                output.view(self.size(), -1).copy_(mine.view(-1).clone())
-        return done([output])
+        return self.all_gather_single_coalesced([output], [mine])
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> dist.Work:
-        factor = self._factor(opts)
-        with self._sent(given):
-            if output.is_cuda:
-                launch("local_slice", output.numel(), output, given, output.numel(), factor)
-            else:
-                output.copy_(given.view(self.size(), -1)[0].view_as(output) * factor)
-        return done([output])
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         for tensor in tensors:
-            with self._sent(tensor, rounds=2):  # a reduce-scatter and a gather
+            with self._sent([tensor], rounds=2):  # a reduce-scatter and a gather
                 if (factor := self._factor(opts)) != 1:
                     tensor.mul_(factor)
         return done(tensors)
@@ -102,15 +90,25 @@ class LocalGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        for output, mine in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, mine)
+        with self._sent(outputs):
+            for output, mine in zip(outputs, inputs, strict=True):
+                mine = mine.contiguous()
+                if output.is_cuda:
+                    launch("local_gather", mine.numel(), output, mine, mine.numel(), self.size())
+                else:
+                    output.view(self.size(), -1).copy_(mine.view(-1).clone())
         return done(outputs)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> dist.Work:
-        for output, given in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, given, opts)
+        factor = self._factor(opts)
+        with self._sent(inputs):
+            for output, given in zip(outputs, inputs, strict=True):
+                if output.is_cuda:
+                    launch("local_slice", output.numel(), output, given, output.numel(), factor)
+                else:
+                    output.copy_(given.view(self.size(), -1)[0].view_as(output) * factor)
         return done(outputs)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -134,14 +132,16 @@ class LocalGroup(dist.ProcessGroup):
         return 1 if is_same else self.size()  # a sum, or one of numbers multiplied beforehand
 
     @contextmanager
-    def _sent(self, tensor: Tensor, rounds: int = 1) -> Iterator[None]:
-        """Makes the current stream take as long as the network."""
-        if self._network is None or not tensor.is_cuda or self.size() == 1:
+    def _sent(self, tensors: Sequence[Tensor], rounds: int = 1) -> Iterator[None]:
+        """Makes the current stream take as long as the network does to send these in one launch."""
+        device = tensors[0].device
+        if self._network is None or device.type != "cuda" or self.size() == 1:
             yield
             return
-        span = rounds * self._network.nanoseconds(tensor.nbytes, self.size())
-        end = torch.empty(1, dtype=torch.int64, device=tensor.device)
-        kernels().network_begin[(1,)](busy_until(tensor.device), end, span)
+        num_bytes = sum(one.nbytes for one in tensors)
+        span = rounds * self._network.nanoseconds(num_bytes, self.size())
+        end = torch.empty(1, dtype=torch.int64, device=device)
+        kernels().network_begin[(1,)](busy_until(device), end, span)
         yield
         kernels().network_end[(1,)](end)
 

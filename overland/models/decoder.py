@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from overland.models.attention import Attention, Mask, Masks, check_backend
 from overland.models.config import DecoderConfig
@@ -169,6 +170,9 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
+    recomputes = False
+    """Whether the backward pass recomputes down_proj's input, a third of what an MLP keeps."""
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.gate_proj = build_linear(config, "mlp.gate_proj")
@@ -176,7 +180,18 @@ class MLP(nn.Module):
         self.down_proj = build_linear(config, "mlp.down_proj")
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        gate_BSI, up_BSI = self.gate_proj(x_BSD), self.up_proj(x_BSD)
+        if not self.recomputes or not torch.is_grad_enabled():
+            return self._down(gate_BSI, up_BSI)
+        # The product is an elementwise kernel away from what is kept; down_proj is not run again.
+        out_BSD: Tensor = checkpoint(
+            self._down, gate_BSI, up_BSI, use_reentrant=False, preserve_rng_state=False
+        )
+        return out_BSD
+
+    def _down(self, gate_BSI: Tensor, up_BSI: Tensor) -> Tensor:
+        out_BSD: Tensor = self.down_proj(F.silu(gate_BSI) * up_BSI)
+        return out_BSD
 
 
 def build_linear(config: DecoderConfig, path: str) -> nn.Linear:

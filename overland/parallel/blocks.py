@@ -18,10 +18,12 @@ from torch.utils.checkpoint import (
 )
 
 from overland.config.schema import ActivationCheckpoint, Compile
+from overland.models.decoder import MLP
 from overland.models.structure import blocks_of, find_module, structure_of
 
 aten = torch.ops.aten
 RECOMPILE_LIMIT = 64
+RECOMPUTE_PRODUCTS = False  # until it is timed on GPUs
 # Expensive to compute and cheap to keep: matrix products and attention. The rest is recomputed.
 KEPT_OPS = {
     aten.mm.default,
@@ -53,6 +55,11 @@ def checkpoint_activations(
     if only_by_compiler and settings.mode == "full":
         budget = 0.0
     functorch_config.activation_memory_budget = budget
+    if RECOMPUTE_PRODUCTS and settings.mode == "none" and not random and not only_by_compiler:
+        for block in blocks:
+            for module in block.modules():
+                if isinstance(module, MLP):
+                    module.recomputes = True
     if budget < 1 or settings.mode in ("none", "memory_budget"):
         return
     every, options = 1, dict[str, Any]()

@@ -45,10 +45,12 @@ from overland.config.schema import JobConfig
 from overland.kernels.bfloat16 import Places
 from overland.models.init import persistent_buffers, plain_name
 from overland.models.structure import find_module, structure_of, ties_of
+from overland.parallel.in_place import without_copies
 from overland.parallel.mesh import Mesh
 
 HALVES = ("float32", "bfloat16")  # stored in the first, computed in the second
 HEAD_APART = False  # until it is timed on GPUs
+IN_PLACE = False  # until it is timed on GPUs
 SPLIT_SHARDS = False  # until it is timed on GPUs: float32 shards are cast as they are gathered
 
 
@@ -100,6 +102,8 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, config: JobConf
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if IN_PLACE:
+                without_copies(module)
 
 
 def own_head(model: nn.Module) -> list[nn.Module]:
