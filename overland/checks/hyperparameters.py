@@ -92,7 +92,9 @@ def check_units(loaded: Loaded) -> Iterator[Problem]:
             continue  # "random", as runs of the training stub recorded it
         message = f"{other} is set too ({loaded.where(other)}): remove one of them"
         kind: ProblemKind = "invalid"
-        if is_path and isinstance(also, str) and also in C4:
+        # The default is what older runs have in their config.toml beside the path.
+        unused = (*C4, all_keys()[other].default)
+        if is_path and isinstance(also, str) and also in unused:
             message, kind = f"the name in {other} has no effect", "note"
         yield loaded.problem(key, message, kind=kind)
 

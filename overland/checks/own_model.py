@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overland.config.derived import Degrees, optimizer_settings, resolve_dtype
+from overland.config.derived import COMPARED, Degrees, optimizer_settings, resolve_dtype
 from overland.config.schema import JobConfig
 from overland.data.wanted import sources_of
 from overland.errors import DataError, ModelError
@@ -29,7 +29,7 @@ from overland.models.flops import sample_fields
 from overland.models.registry import own_model_name
 from overland.models.structure import Inputs, blocks_of, structure_of
 from overland.models.transform import transforms_of
-from overland.objectives.preference import COMPARED, REFERENCE
+from overland.objectives.preference import REFERENCE
 from overland.optimizers.registry import rule_for, rules_of
 from overland.optimizers.rule import WholeMatrix
 from overland.parallel.apply import require_splittable

@@ -52,6 +52,33 @@ class Degrees:
         return self.pp * self.dp * self.cp * self.tp
 
 
+HALVES = ("float32", "bfloat16")  # stored in the first, computed in the second
+COMPARED = ("dpo", "ipo")  # preference losses with a reference
+
+
+def is_unsharded(config: JobConfig, degrees: Degrees) -> bool:
+    """Whether a model runs without FSDP: on one device. Offloading, float16, and frozen weights
+    stored in another dtype than that of computation are left to FSDP."""
+    training, lora = config.training, config.lora
+    kinds = (training.dtype, training.mixed_precision_param)
+    is_cast = bool(lora.rank) and lora.base not in ("auto", "nf4", training.mixed_precision_param)
+    plain = kinds == HALVES or (kinds[0] == kinds[1] and not is_cast)
+    return degrees.world_size == 1 and not training.enable_cpu_offload and plain
+
+
+def starts_as_base(config: JobConfig) -> bool:
+    """Whether a model without its adapters is always the one it started from."""
+    lora = config.lora
+    return bool(lora.rank) and lora.adapter is None and not lora.modules_to_save
+
+
+def keeps_reference(config: JobConfig) -> bool:
+    """Whether the trained parameters exist twice: as they are, and as they were at the start."""
+    settings, is_base = config.preference, starts_as_base(config)
+    is_copy = settings.reference == "copy" or (settings.reference == "auto" and not is_base)
+    return settings.loss in COMPARED and is_copy
+
+
 class DegreeError(OverlandError, ValueError):
     """Raised when the degrees do not fit the world."""
 

@@ -74,7 +74,7 @@ def count_parameters(config: Any) -> ParameterCount:
         total=sum(sizes.values()),
         input_embedding=sum(sizes[name] for name in _looked_up(structure)),
         head=sum(sizes[name] for name in head),
-        blocks=_by_block(structure, sizes),
+        blocks=sum_by_block(structure, sizes),
     )
 
 
@@ -90,7 +90,7 @@ def stage_costs(config: Any) -> StageCosts:
     sizes = {name: float(prod(shape)) * (len(shape) > 1) for name, shape in shapes.items()}
     after = [name for name in shapes if inside(name, structure.last_stage)]
     after += [owner for tied, owner in structure.ties.items() if inside(tied, structure.last_stage)]
-    return StageCosts(_by_block(structure, sizes), sum(sizes.get(name, 0.0) for name in after))
+    return StageCosts(sum_by_block(structure, sizes), sum(sizes.get(name, 0.0) for name in after))
 
 
 def trained_parameters(config: Any, lora: Lora, freeze: Sequence[str] = ()) -> Shapes:
@@ -173,7 +173,7 @@ def measure_of(config: Any, seq_len: int, lora: Lora, freeze: Sequence[str]) -> 
     return Measure("samples", 1, None if count is None else float(count()))
 
 
-def _by_block(structure: Structure, sizes: Mapping[str, T]) -> tuple[T, ...]:
+def sum_by_block(structure: Structure, sizes: Mapping[str, T]) -> tuple[T, ...]:
     """Returns the sum of the parameters' sizes in each block, in the order of the blocks."""
     found: dict[str, T] = {}
     for path in structure.blocks:

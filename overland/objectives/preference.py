@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overland.config.derived import COMPARED
 from overland.config.schema import Preference
 from overland.data.shard import CHOSEN, REJECTED
 from overland.models.lora import without_adapters
@@ -29,7 +30,6 @@ from overland.objectives.objective import Objective
 from overland.parallel.sharding import shard_of
 
 REFERENCE = "reference_Bk"
-COMPARED = ("dpo", "ipo")  # with a reference
 
 
 class PreferenceLoss(Objective):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from overland.config.derived import starts_as_base
 from overland.config.schema import JobConfig, Training
 from overland.errors import ObjectiveError
 from overland.run_folder import first_taken
@@ -123,9 +124,7 @@ def _preference(config: JobConfig) -> Objective:
         raise ObjectiveError(
             "preference.loss is itself the objective: remove training.objective and training.z_loss"
         )
-    lora = config.lora
-    is_base = bool(lora.rank) and lora.adapter is None and not lora.modules_to_save
-    return PreferenceLoss(config.preference, starts_as_base=is_base)
+    return PreferenceLoss(config.preference, starts_as_base(config))
 
 
 def _next_token(**options: Any) -> Objective:

@@ -41,6 +41,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from overland.config.derived import HALVES, is_unsharded
 from overland.config.schema import JobConfig
 from overland.kernels.bfloat16 import Places
 from overland.models.init import persistent_buffers, plain_name
@@ -48,7 +49,6 @@ from overland.models.structure import find_module, structure_of, ties_of
 from overland.parallel.in_place import without_copies
 from overland.parallel.mesh import Mesh
 
-HALVES = ("float32", "bfloat16")  # stored in the first, computed in the second
 HEAD_APART = False  # until it is timed on GPUs
 IN_PLACE = False  # until it is timed on GPUs
 SPLIT_SHARDS = False  # until it is timed on GPUs: float32 shards are cast as they are gathered
@@ -143,13 +143,8 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
 
 
 def is_single(mesh: Mesh, config: JobConfig) -> bool:
-    """Whether a model runs without FSDP. Offloading, float16, and frozen weights stored in another
-    dtype than that of computation are left to FSDP."""
-    training, lora = config.training, config.lora
-    kinds = (training.dtype, training.mixed_precision_param)
-    is_cast = bool(lora.rank) and lora.base not in ("auto", "nf4", training.mixed_precision_param)
-    plain = kinds == HALVES or (kinds[0] == kinds[1] and not is_cast)
-    return mesh.degrees.world_size == 1 and not training.enable_cpu_offload and plain
+    """Whether a model runs without FSDP."""
+    return is_unsharded(config, mesh.degrees)
 
 
 def splits(mesh: Mesh, config: JobConfig) -> bool:

@@ -235,7 +235,6 @@ class VocabularyParallelLoss(torch.autograd.Function):
         weights_BS: Tensor | None,
         z_loss: float,
         group: dist.ProcessGroup,
-        chunk_tokens: int = CHUNK_TOKENS,
     ) -> tuple[Tensor, Tensor]:
         hidden_BSD = gather(hidden_BRD.contiguous(), 1, group)
         hidden_ND, labels_N = hidden_BSD.flatten(0, 1), labels_BS.flatten()
@@ -250,8 +249,8 @@ class VocabularyParallelLoss(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND, dtype=wide) if need_hidden else None
         grad_weight_vD = None
 
-        for start in range(0, len(hidden_ND), chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
+        for start in range(0, len(hidden_ND), CHUNK_TOKENS):
+            rows = slice(start, start + CHUNK_TOKENS)
             hidden_CD, weights_C1 = hidden_ND[rows], weights_N1[rows]
             place_C1, here_C1 = places_of(labels_N[rows], first, weight_vD.shape[0])
 

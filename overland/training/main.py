@@ -138,12 +138,15 @@ def launch(config: JobConfig, num_ranks: int, printing: Collection[int]) -> tupl
     """Starts `overland train` on this many processes of this machine, and waits for them. Returns
     their exit code, and why they were killed if they were."""
     from overland.config.write import write_config
+    from overland.training.owner import require_free
 
+    folder = RunFolder(config)
+    require_free(folder.root)  # before its logs are written to
     with tempfile.TemporaryDirectory(prefix="overland-") as place:
         path = Path(place) / "config.toml"
         write_config(config, path, full=True)
         before = memory_state()
-        code = launch_local(["train", str(path)], num_ranks, printing, RunFolder(config).logs)
+        code = launch_local(["train", str(path)], num_ranks, printing, folder.logs)
     if code != 128 + signal.SIGKILL:
         return code, ""
     from overland.training.fit import rank_killed

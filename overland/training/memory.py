@@ -23,17 +23,25 @@ from math import prod
 from operator import mul
 from typing import Any
 
-from overland.config.derived import STAGES_PER_RANK, Degrees, rows_per_step
+from overland.config.derived import (
+    STAGES_PER_RANK,
+    Degrees,
+    is_unsharded,
+    keeps_reference,
+    rows_per_step,
+)
 from overland.config.schema import JobConfig
 from overland.models.config import EMBEDDING, HEAD
 from overland.models.flops import (
     Shapes,
     count_parameters,
+    outline_of,
     own_method,
     stage_costs,
+    sum_by_block,
     trained_parameters,
 )
-from overland.models.structure import Activations, PassShape
+from overland.models.structure import Activations, PassShape, inside
 from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
 
@@ -126,10 +134,11 @@ def shares_of(model: Any, config: JobConfig, degrees: Degrees) -> list[Share]:
     embedding = min(counts.input_embedding or counts.head, outside)
     if pp == 1:
         numbers, is_tied = counts.blocks, outside < embedding + counts.head
+        keep = len(numbers) - first_trained(model, config)
         head = 0 if is_tied else counts.head
         others = outside - embedding - head
         count, most, all_blocks = len(numbers), max(numbers), sum(numbers)
-        return [Share(count, most, all_blocks, embedding, head, others, True, count).split(tp)]
+        return [Share(count, most, all_blocks, embedding, head, others, True, keep).split(tp)]
     from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 
     layout = config.parallelism
@@ -163,11 +172,14 @@ def memory_of(
     trained = share.number * trained_share
     # In a model with adapters only these are trained; the rest is stored in the precision it
     # computes in.
-    narrow = NF4_BYTES if config.lora.base == "nf4" else size
+    at_rest = BYTES.get(config.lora.base, size)
+    narrow = NF4_BYTES if config.lora.base == "nf4" else at_rest if config.lora.rank else size
     state = share.number * (wide + state_bytes(config, shapes) / total)
     if config.lora.rank:
-        base = share.blocks * narrow + share.ends * size
+        base = share.blocks * narrow + share.ends * at_rest
         state = trained * wide + base + share.number * state_bytes(config, shapes) / total
+    if keeps_reference(config):  # of the parameters as they are stored
+        state += trained * (size if is_unsharded(config, degrees) else wide)
     accumulates = degrees.pp > 1 or _rows_of_rank(config, degrees) > training.local_batch_size
     kept = share.blocks_kept * made.kept
     loss = made.head if share.computes_loss else 0.0
@@ -175,7 +187,7 @@ def memory_of(
     output = share.head or (share.embedding if share.computes_loss else 0.0)
     output_gradient = size * output * trains_ends  # from the loss to the end of the backward pass
 
-    if degrees.world_size == 1 and not training.enable_cpu_offload:
+    if is_unsharded(config, degrees):
         # With split master weights, gradients have the precision of the pass unless several
         # accumulate.
         gradients = min(summed if accumulates else size, wide) * trained
@@ -218,6 +230,16 @@ def memory_of(
     }  # fmt: skip
     offloaded = training.enable_cpu_offload
     return StepMemory(0.0 if offloaded else state / shards, wide * trained / shards, kept, moments)
+
+
+def first_trained(model: Any, config: JobConfig) -> int:
+    """Returns the number of the first block that keeps something for the backward pass, which goes
+    no further than to the first trained parameter."""
+    (structure, shapes), trained = outline_of(model), _trained(model, config)
+    if any(inside(name, structure.first_stage) for name in trained):
+        return 0
+    numbers = sum_by_block(structure, dict.fromkeys(shapes, 0) | dict.fromkeys(trained, 1))
+    return next((block for block, number in enumerate(numbers) if number), len(numbers))
 
 
 def _trained(model: Any, config: JobConfig) -> Shapes:

@@ -24,7 +24,6 @@ from typing import Any
 
 from overland.errors import TakenError
 from overland.files import naming, publish
-from overland.parallel.comm import from_first_rank
 from overland.processes import is_running, this_process
 from overland.run_folder import OWNER
 from overland.slurm import squeue
@@ -45,6 +44,8 @@ Owner = dict[str, Any]
 def owned(folder: Path, is_first: bool) -> Iterator[None]:
     """Has rank 0 take the folder and release it at the end; if the folder is taken, raises the
     reason on every rank."""
+    from overland.parallel.comm import from_first_rank  # torch, which a launcher does not need
+
     mine, problem, words = None, None, ""
     if is_first:
         try:
@@ -134,6 +135,14 @@ def take(folder: Path, env: Mapping[str, str] = os.environ) -> Ownership:
             elif _inherit(path, held, beside):
                 break
     return Ownership(path, mine)
+
+
+def require_free(folder: Path, env: Mapping[str, str] = os.environ) -> None:
+    """Raises a TakenError if a live process has the folder, which nothing has touched yet."""
+    mine, now = this_owner(env), time.time()
+    line = succession(folder / OWNER)
+    if line and verdict(line[-1], mine, now) == "alive":
+        raise TakenError(refusal(folder, line[-1], now))
 
 
 def this_owner(env: Mapping[str, str]) -> Owner:

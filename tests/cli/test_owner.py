@@ -48,7 +48,7 @@ def test_a_second_run_is_refused_and_changes_nothing_until_the_first_is_dead(
 
         config = (RUN / "config.toml").read_bytes()
         refused = overland(*WORDS, "training.steps=40", cwd=tmp_path, code=2, NGPU="2",
-                           LOG_RANK="0,1")  # fmt: skip
+                           LOG_RANK="0")  # fmt: skip
         assert refused.stdout == ""
         said = [line for line in refused.stderr.splitlines() if "in use" in line]
         assert len(set(said)) == 1, refused.stderr  # the launcher may end the rank that is later
@@ -56,6 +56,8 @@ def test_a_second_run_is_refused_and_changes_nothing_until_the_first_is_dead(
         assert f"`touch {RUN}/STOP`" in said[0]
         assert "Traceback" not in refused.stderr
         assert (RUN / "config.toml").read_bytes() == config
+        # One in a rank's log would be taken for the end of the first run's rank.
+        assert not list((RUN / "logs").glob("rank_*.log"))
         assert first.poll() is None
     finally:
         interrupt(first, signal.SIGKILL)

@@ -23,6 +23,8 @@ from overland.data.batch import Batch, load_batch
 from overland.data.corpora import Preparer
 from overland.data.lanes import IGNORED
 from overland.data.prepare import Dataset, validation_data
+from overland.optimizers.optimizer import Optimizer
+from overland.parallel import tensor
 from overland.parallel.comm import sum_over
 from overland.parallel.pipeline import Pipeline
 from overland.parallel.whole import Whole
@@ -99,6 +101,25 @@ def mean_of_validated_means() -> Patch:
     return patch.object(validate, "loss_on", wrong)
 
 
+def last_chunk_only() -> Patch:
+    """Of the output matrix's gradient, only what the last chunk of tokens gives survives."""
+    right = tensor.add_product
+
+    def wrong(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        return right(None, a, b, dtype)
+
+    return patch.object(tensor, "add_product", wrong)
+
+
+def not_clipped() -> Patch:
+    right = Optimizer.update
+
+    def wrong(self: Optimizer, rate: Any, norm: Tensor, *more: Any) -> None:
+        right(self, rate, norm * 1e-6, *more)
+
+    return patch.object(Optimizer, "update", wrong)
+
+
 def num_valid(batch: Batch) -> Tensor:
     return (batch["labels_BS"] != IGNORED).sum()
 
@@ -131,6 +152,8 @@ def run_mistaken(world: World, mistake: Any, function: Any, *args: Any) -> Any:
         (tied_matrix_counted_twice, "pp2:1F1B+tied", "norm"),
         (rows_of_the_first_rank, "shard2:zero3", "loss"),
         (mean_of_validated_means, "shard2:zero3", "validation"),
+        (last_chunk_only, "tp2+layernorm", "norm"),
+        (not_clipped, "shard2:zero3", "norm"),
     ],
 )
 def test_the_proof_finds_a_mistake(
@@ -140,7 +163,7 @@ def test_the_proof_finds_a_mistake(
     shows_in: str,
 ) -> None:
     assert layout in {one.name for one in SHORT}
-    (verdict,) = prove_layouts([parse(layout)], MistakenPool(ranks, mistake), steps=2)
+    (verdict,) = prove_layouts([parse(layout)], MistakenPool(ranks, mistake), steps=3)
     assert not verdict.is_equal
     assert not verdict.error  # it ran, and its numbers are wrong
     assert getattr(verdict, f"{shows_in}_difference") > 1e-5, verdict

@@ -234,6 +234,32 @@ def test_gradients_of_several_passes_stay_beside_the_activations() -> None:
     assert several.moments["head"] == one.moments["head"] + several.gradients
 
 
+def test_what_a_run_keeps_besides_its_state_counts() -> None:
+    """A reference model, a base in float32, and FSDP's buffers on one device."""
+    plain = estimate("1B", 1)
+    pairs = {"sft": {"shape": "preference"}, "preference": {"loss": "dpo"}}
+    number = 1_235_814_400
+    assert estimate("1B", 1, **pairs).state - plain.state == 2 * number
+    one = {"world": 4, **SHARDED}
+    assert estimate("1B", 1, **one, **pairs).state - estimate("1B", 1, **one).state == number
+    assert estimate("1B", 1, lora=LORA, **pairs).state == estimate("1B", 1, lora=LORA).state
+    narrow, wide = (estimate("1B", 1, lora={**LORA, "base": base}) for base in ("auto", "float32"))
+    assert wide.state - narrow.state == pytest.approx(2 * number)
+    half = estimate("1B", 1, training={"mixed_precision_param": "float16"})
+    assert half.peak > plain.peak
+
+
+def test_blocks_below_the_first_trained_one_keep_nothing() -> None:
+    whole, last = (
+        estimate("1B", 1, lora={**LORA, "layers": layers}).kept for layers in (None, [15])
+    )
+    assert last == whole / 16
+    head = estimate("1B", 1, model={**UNTIED, "freeze": ["model.*"]})
+    assert head.kept == 0
+    frozen = {"freeze": ["model.layers.*"]}  # but not the embedding below
+    assert estimate("1B", 1, model=frozen).kept == estimate("1B", 1).kept
+
+
 def test_offloaded_state_is_not_on_the_device() -> None:
     offloaded = estimate("8B", 1, training={"enable_cpu_offload": True})
     assert offloaded.state < 0.1 * estimate("8B", 1).state

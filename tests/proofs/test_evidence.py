@@ -67,6 +67,27 @@ def test_a_page_of_ones_own_takes_the_rows(tmp_path: Path) -> None:
     assert table(path).holds("tp2")
 
 
+def test_text_below_the_table_stays(tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    path.write_text(HEAD + "| `pp2` | 0.0 | equal |\n\n## My conclusions\n\n| a | b | c |\n")
+    table(path).add("`tp2`", "0.0", "equal")
+    assert path.read_text() == (
+        HEAD + "| `pp2` | 0.0 | equal |\n| `tp2` | 0.0 | equal |\n"
+        "\n## My conclusions\n\n| a | b | c |\n"
+    )
+
+
+def test_a_page_of_ones_own_has_rows_of_one_setting(tmp_path: Path) -> None:
+    path, head = tmp_path / "table.md", with_settings(HEAD, ["--steps 3"])
+    path.write_text(HEAD.replace("# A proof", "# On our cluster"))
+    with pytest.raises(ConfigError, match="other settings"):
+        table(path, head)
+    path.write_text(head.replace("# A proof", "# On our cluster"))
+    table(path, head).add("`tp2`", "0.0", "equal")
+    with pytest.raises(ConfigError, match="other settings"):
+        table(path)
+
+
 def test_the_head_says_what_is_not_by_default() -> None:
     assert with_settings(HEAD, []) == HEAD
     assert "Of this.\n\nWith `--steps 3`, `a.toml`.\n\n| layout" in with_settings(

@@ -24,10 +24,12 @@ from overland.config.errors import ConfigError, Problem
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.flops import sample_fields
+from overland.models.hf_config import FULL, SLIDING, window_as_hf
 from overland.models.registry import model_config, own_model_name
 
 STEPS = 20
 SEQ_LEN = 32
+MAX_NORM = 0.1  # every gradient is clipped
 MODEL_KINDS = ("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_type")
 LORA_KINDS = {"alpha", "dropout", "targets", "exclude", "rslora", "dora", "lr_ratio",
               "modules_to_save"}  # fmt: skip
@@ -130,6 +132,7 @@ def proof_job(
         "training": {
             "dataset": "random",
             "seq_len": SEQ_LEN,
+            "max_norm": MAX_NORM,
             "global_batch_size": ROWS,
             "local_batch_size": ROWS // data_parallel,
             "steps": steps,
@@ -205,7 +208,9 @@ def settings_of(source: str | None) -> Sections | None:
         "optimizer": config.optimizer.model_dump(include={"name", "options"}),
         "debug": config.debug.model_dump(include={"seed"}),
         "model": config.model.model_dump(include={"transforms", "sparse"}),
-        "training": config.training.model_dump(include={"objective", "objective_options"}),
+        "training": config.training.model_dump(
+            include={"objective", "objective_options", "z_loss"}
+        ),
     }
     if config.lora.rank:
         if config.lora.base == "nf4":
@@ -225,8 +230,11 @@ def settings_of(source: str | None) -> Sections | None:
         return settings
     hf = architecture.to_hf()
     _merge(settings, {ARCHITECTURE: {key: hf[key] for key in MODEL_KINDS if key in hf}})
-    if hf.get("sliding_window"):
-        settings[ARCHITECTURE]["sliding_window"] = 9
+    if architecture.sliding_window:
+        layers = TINY["num_hidden_layers"]
+        types = ([SLIDING, FULL] * layers)[:layers] if architecture.layer_types else []
+        window = {"sliding_window": 9} if "use_sliding_window" not in hf else {}
+        settings[ARCHITECTURE] |= window or window_as_hf(9, types, layers)
     return settings
 
 
@@ -236,8 +244,13 @@ def left_out(source: str | None) -> list[str]:
     if source is None:
         return []
     config = load_config(source).config
-    plain = own_model_name(model_config(config.model)) is None
+    architecture = model_config(config.model)
+    plain = own_model_name(architecture) is None
     changed = {
+        "model.attention": config.model.attention != "auto",
+        "rope scaling": plain and architecture.rope.rope_type != "default",
+        "training.max_norm": config.training.max_norm == 0,
+        "lora.base": bool(config.lora.rank) and config.lora.base not in ("auto", "nf4"),
         "training.float8": config.training.float8 != "off",
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
         "training.kernels": config.training.kernels != "auto",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,12 @@ from overland.apps.proofs.job import STEPS, held_out_data, proof_job
 from overland.apps.proofs.layouts import ProofLayout, Sections
 from overland.apps.proofs.pool import TIMEOUT_SECONDS, RankPool
 from overland.apps.watch.files import finite
-from overland.checks.machine import lacks_for_schedule
+from overland.checks.machine import check_needs_compile, check_recompute, check_schedule
+from overland.checks.parallelism import check_lengths, check_splits
+from overland.config.errors import Problem
+from overland.config.load import Loaded
 from overland.config.schema import JobConfig
+from overland.errors import ModelError
 from overland.world import World
 from overland.world.devices import device_type
 
@@ -35,6 +40,7 @@ WIDER = {"float32": "float64", "bfloat16": "float32"}
 FLOORS = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-3}
 SPREADS = 4
 REFUSED = "refused"
+CHUNK_TOKENS = 24  # of the loss: a row is a chunk and a shorter one
 
 HEAD = """\
 # Layouts that compute what one process computes
@@ -165,7 +171,7 @@ def prove_layouts(
 
 def try_layout(pool: RankPool, layout: ProofLayout, job: JobConfig) -> tuple[list[Curves], str]:
     """Returns what each rank computed, or the error that ended the run."""
-    if message := lacks_for_schedule(job.parallelism):
+    if message := refusal(job):
         return [], f"{REFUSED}: {message}"
     try:
         return pool.run(layout.num_ranks, curves, job, num_nodes=layout.num_nodes), ""
@@ -173,6 +179,16 @@ def try_layout(pool: RankPool, layout: ProofLayout, job: JobConfig) -> tuple[lis
         lines = [line for line in str(error).splitlines() if line.strip() and line != "no answer"]
         named = (line for line in reversed(lines) if not line.startswith("rank "))
         return [], next(named, f"no answer within {TIMEOUT_SECONDS[pool.device_type]} s")
+
+
+def refusal(job: JobConfig) -> str:
+    """Returns why a run of this config would not start, as far as it depends on the layout."""
+    loaded, problems = Loaded(job, [], ""), list[Problem]()
+    checks = check_schedule, check_needs_compile, check_recompute, check_splits, check_lengths
+    with suppress(ModelError, OSError):  # the ranks report it
+        for check in checks:
+            problems += check(loaded)
+    return next((str(one) for one in problems if one.kind != "note"), "")
 
 
 def reference(
@@ -231,8 +247,26 @@ def curves(world: World, config: JobConfig) -> Curves:
     device = torch.device(kind if kind == "cpu" else f"{kind}:{torch.cuda.current_device()}")
     run = build_run(config, world, device, log_ranks=())
     run.callbacks = [Recorder(run)]
-    train(run)
+    with loss_in_chunks():
+        train(run)
     return steps, validations
+
+
+@contextmanager
+def loss_in_chunks() -> Iterator[None]:
+    """Lets the loss take several chunks of tokens, the last of them shorter."""
+    from overland.models import loss
+    from overland.parallel import tensor
+
+    places = (loss, "CHUNK_TOKENS"), (loss, "KERNEL_CHUNK_TOKENS"), (tensor, "CHUNK_TOKENS")
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, CHUNK_TOKENS)
+    try:
+        yield
+    finally:
+        for (module, name), size in zip(places, before, strict=True):
+            setattr(module, name, size)
 
 
 def curve(world: World, config: JobConfig) -> Curve:
