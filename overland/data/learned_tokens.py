@@ -213,6 +213,11 @@ def in_words(changes: Changes) -> list[str]:
     for key, (old, new) in changes.items():
         if key == "sft.chat_template":
             words.append("conversations use another chat template (sft.chat_template)")
+        elif key == "rules":
+            words.append(
+                "this version of Overland reads its records differently: finish the run with the "
+                "version that began it"
+            )
         elif "." in key or key == "the column":
             words.append(f"{key} is {new!r} and was {old!r}")
         else:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from overland.checks import check_config, load_checked, require
+from overland.checks.hyperparameters import check_units
 from overland.cli.main import app
 from overland.config.derived import DegreeError, resolve_degrees
 from overland.config.errors import ConfigError
@@ -490,3 +491,13 @@ def test_a_slow_check_says_what_it_does(
     monkeypatch.setattr("builtins.print", lambda *words, **_: said.set())
     with check.said_if_slow("a slow one"):
         assert said.wait(60)
+
+
+def test_a_path_beside_the_default_dataset_is_a_note(tmp_path: Path) -> None:
+    """Older runs wrote both into their config.toml."""
+    for name, kind in (("stdlib", "note"), ("shapes", "invalid")):
+        text = f'[training]\ndataset = "{name}"\ndataset_path = "x.jsonl"\n'
+        (tmp_path / "run.toml").write_text(text)
+        loaded = load_config(str(tmp_path / "run.toml"))
+        (problem,) = check_units(loaded)
+        assert (problem.key, problem.kind) == ("training.dataset_path", kind)
