@@ -266,7 +266,9 @@ def estimate(
         there = device_memory(device, config.comm.ranks_per_device)
         return least_recompute(architecture, config, degrees, there, compiled)[1]
     recompute = mode if mode in RECOMPUTE else "none"
-    return step_memory(architecture, config, degrees, recompute, compiled, kernels_of(config))
+    kernels = kernels_of(config)
+    memory = step_memory(architecture, config, degrees, recompute, compiled, kernels)
+    return memory if device.type == "cuda" else replace(memory, workspace=0.0)
 
 
 def kernels_of(config: JobConfig) -> bool:

@@ -58,10 +58,11 @@ class StepMemory:
     gradients: float
     kept: float  # by the blocks, from the forward to the backward pass
     moments: Mapping[str, float]  # beside the state
+    workspace: float = WORKSPACE
 
     @property
     def peak(self) -> float:
-        return self.state + WORKSPACE + max(self.moments.values())
+        return self.state + self.workspace + max(self.moments.values())
 
 
 @dataclass(frozen=True)

@@ -194,3 +194,16 @@ def test_check_says_at_its_end_that_train_would_refuse(
         assert ("would refuse to start on this machine" in out.splitlines()[-1]) == is_refused
     report("quickstart", given, 1, step=False, as_json=True)
     assert "this run needs" in json.loads(capsys.readouterr().out)["refused_here"][0]
+
+
+def test_a_run_elsewhere_is_estimated_as_a_gpu_runs_it() -> None:
+    """1B on four ranks: 7.93 and 6.13 GiB were measured (docs/evidence/gpu_memory.md)."""
+    sizes = {"dataset": "random", "seq_len": 2048, "local_batch_size": 1}
+    config = JobConfig.model_validate({"model": {"flavor": "1B"}, "training": sizes})
+    peak, how = PlannedRun(config, 4).estimate_on_gpu()
+    assert peak / 2**30 == pytest.approx(7.93, rel=0.01)
+    assert "compiled, with our kernels and nothing recomputed" in how
+    config = config.having({"compile.enable": False, "activation_checkpoint.mode": "full"})
+    peak, how = PlannedRun(config, 4).estimate_on_gpu()
+    assert peak / 2**30 == pytest.approx(6.13, rel=0.01)
+    assert "not compiled, with our kernels and every block is recomputed" in how

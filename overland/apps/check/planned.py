@@ -27,7 +27,8 @@ from overland.models.registry import model_config
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
 from overland.run_folder import RunFolder
-from overland.training.fit import held_bytes, require_memory
+from overland.training.fit import WORDS, held_bytes, require_memory
+from overland.training.memory import RECOMPUTE, can_estimate, step_memory
 from overland.words import any_of, number_of
 from overland.world.devices import device_type
 
@@ -135,10 +136,27 @@ class PlannedRun:
         per = ("GPU" if where == "cuda" else "rank") if is_here else "device"
         per = "rank" if self.config.comm.ranks_per_device > 1 else per
         lines = {"memory": f"{binary_size(worst.total_bytes)} per {per}: {any_of(split, 'and')}"}
+        if not is_here and can_estimate(self.architecture):
+            peak, how = self.estimate_on_gpu()
+            facts["gib_per_device_estimated"] = round(peak / 2**30, 3)
+            lines["estimate"] = f"about {binary_size(peak)} per {per} at the peak, {how}"
         if counts:
             sent = [number_of(count, name) for name, count in counts.items()]
             lines["communication"] = f"{any_of(sent, 'and')} per pass"
         return facts, lines
+
+    def estimate_on_gpu(self) -> tuple[float, str]:
+        """Returns the bytes of a step at its peak as a run on NVIDIA GPUs takes it, and how that
+        is: the fake step has neither the compiler nor our kernels, which save memory."""
+        config = resolve_dtype(self.config, "cuda")
+        compiled, mode = bool(config.compile.enable), config.activation_checkpoint.mode
+        recompute = mode if mode in RECOMPUTE else "none"
+        kernels = config.training.kernels == "auto"
+        memory = step_memory(self.architecture, config, self.degrees, recompute, compiled, kernels)
+        how = ["compiled" if compiled else "not compiled"]
+        how += ["with our kernels"] * kernels
+        how += [WORDS[recompute]] if mode != "auto" else ["nothing recomputed unless it must be"]
+        return memory.peak, f"{any_of(how, 'and')} (tensors, without the allocator's own overhead)"
 
     def lack_of_memory(self) -> list[str]:
         """Returns a note if `overland train` would refuse to start on this machine. What ranks hold
