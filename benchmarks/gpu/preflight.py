@@ -27,8 +27,9 @@ HEAD = f"""\
 # Preflight on a shared GPU
 
 What `torchrun --nproc-per-node {RANKS} -m overland preflight run.toml` prints, where the config \
-says `comm.ranks_per_device = {RANKS}`: device, collective and link tests by {RANKS} ranks on one \
-GPU, over NCCL's sockets. The neighbor is another process that multiplies matrices all the time. \
+says `comm.ranks_per_device = {RANKS}`: device tests and the all-reduce of {RANKS} ranks on one \
+GPU, over NCCL's sockets. Links are tested between nodes, of which there is one. The neighbor is \
+another process that multiplies matrices all the time. \
 By `python benchmarks/gpu/preflight.py`.
 """
 

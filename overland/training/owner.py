@@ -138,10 +138,12 @@ def take(folder: Path, env: Mapping[str, str] = os.environ) -> Ownership:
 
 
 def require_free(folder: Path, env: Mapping[str, str] = os.environ) -> None:
-    """Raises a TakenError if a live process has the folder, which nothing has touched yet."""
+    """Raises a TakenError if a live process of this machine has the folder, which nothing has
+    touched yet. Of other machines, rank 0 judges, by the file system's clock."""
     mine, now = this_owner(env), time.time()
     line = succession(folder / OWNER)
-    if line and verdict(line[-1], mine, now) == "alive":
+    is_here = bool(line) and line[-1].owner.get("host") == mine["host"]
+    if is_here and verdict(line[-1], mine, now) == "alive":
         raise TakenError(refusal(folder, line[-1], now))
 
 

@@ -16,10 +16,17 @@ from typing import Any
 import pytest
 
 from overland.apps.proofs.pool import RankPool
-from overland.errors import TrainingError
+from overland.errors import TakenError, TrainingError
 from overland.run_folder import OWNER
 from overland.training import owner
-from overland.training.owner import Ownership, owned, read_owner, take, this_owner
+from overland.training.owner import (
+    Ownership,
+    owned,
+    read_owner,
+    require_free,
+    take,
+    this_owner,
+)
 from overland.world import World
 from tests.waiting import wait_until
 
@@ -308,3 +315,15 @@ def test_every_rank_learns_of_a_refusal(ranks: RankPool, tmp_path: Path, size: i
     no_folder = tmp_path / "file"
     no_folder.touch()
     assert set(ranks.run(size, enter, no_folder)) == {f"{no_folder}: File exists"}
+
+
+def test_a_launcher_refuses_what_a_process_of_its_machine_holds(tmp_path: Path) -> None:
+    """Before it touches the logs. Of another machine it cannot tell by its own clock."""
+    require_free(tmp_path)
+    held = take(tmp_path)
+    with pytest.raises(TakenError, match="is in use by"):
+        require_free(tmp_path)
+    held.release()
+    elsewhere = {**this_owner({}), "host": "elsewhere", "machine": "elsewhere"}
+    (tmp_path / OWNER).write_text(json.dumps(elsewhere))
+    require_free(tmp_path)

@@ -155,7 +155,8 @@ class PlannedRun:
         memory = step_memory(self.architecture, config, self.degrees, recompute, compiled, kernels)
         how = ["compiled" if compiled else "not compiled"]
         how += ["with our kernels"] * kernels
-        how += [WORDS[recompute]] if mode != "auto" else ["nothing recomputed unless it must be"]
+        others = {"auto": "nothing recomputed unless it must be"}
+        how += [WORDS[mode] if mode in WORDS else others.get(mode, f"no savings by {mode} counted")]
         return memory.peak, f"{any_of(how, 'and')} (tensors, without the allocator's own overhead)"
 
     def lack_of_memory(self) -> list[str]:
